@@ -1,0 +1,1 @@
+"""Data sets from recipes, groups of rollouts."""

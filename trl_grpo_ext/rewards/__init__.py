@@ -1,0 +1,1 @@
+"""Verifiable rewards: the runner that isolates them, the registry and the verifiers."""

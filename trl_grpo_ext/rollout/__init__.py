@@ -1,0 +1,1 @@
+"""Sampling completions: the engine protocol and the transformers engine."""
