@@ -1,0 +1,1 @@
+"""The verifiers shipped with the package, one file (or sub-package) each."""

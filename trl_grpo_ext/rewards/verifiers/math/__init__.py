@@ -1,0 +1,1 @@
+"""Grading of mathematical answers: extraction, normalisation, exact, numeric and symbolic comparison."""
