@@ -1,9 +1,214 @@
-"""The trainer: the order of one step, nothing else."""
+"""The trainer: the order of one step, nothing else. What a step does lives in the rooms next to this file."""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 
+from trl_grpo_ext.config import EngineSettings, GroupRelativeConfig
+from trl_grpo_ext.errors import DataError
+from trl_grpo_ext.learner.micro_batches import plan_generation_batches
+from trl_grpo_ext.learner.window import RolloutWindow
+from trl_grpo_ext.learner.window_step import WindowStepMixin
+from trl_grpo_ext.monitor.user_logs import UserLogs
+from trl_grpo_ext.objective.dead_groups import find_dead_groups
+from trl_grpo_ext.preflight import check_one_step_of_data
+from trl_grpo_ext.rewards.registry import unique_names
+from trl_grpo_ext.rng import preserved_rng
 
-class GroupRelativeTrainer(GRPOTrainer):
-    """Train a policy with group-relative advantages: a drop-in for ``trl.GRPOTrainer``."""
+logger = logging.getLogger(__name__)
+
+
+class GroupRelativeTrainer(WindowStepMixin, GRPOTrainer):
+    """Train a policy with group-relative advantages: a drop-in for ``trl.GRPOTrainer``.
+
+    Takes the arguments of ``trl.GRPOTrainer`` in its order; ``args`` may be a plain ``trl.GRPOConfig``. One optimiser
+    step forwards its rollouts in micro-batches that fit a token budget and skips groups without a gradient; the
+    gradient is TRL's. See ``docs/window.md``.
+
+    Raises:
+        DataError: if the data set cannot fill one optimiser step, before any model is loaded.
+    """
+
+    _tag_names: ClassVar[list[str]] = [*GRPOTrainer._tag_names, "trl-grpo-ext"]
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: list[Callable] | None = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+    ) -> None:
+        if args is None:
+            name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "") or "model"
+            args = GroupRelativeConfig(f"{name.split('/')[-1]}-GRPO")
+        check_one_step_of_data(train_dataset, args.generation_batch_size, args.num_generations)
+        super().__init__(
+            model=model,
+            reward_funcs=reward_funcs,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
+        self.engine_settings = EngineSettings.of(args)
+        self.reward_func_names = unique_names(self.reward_func_names)
+        self._window = RolloutWindow()
+        self._user_logs = UserLogs()
+        self._rewards_per_func = torch.empty(0, len(self.reward_funcs))
+        self._why_no_window = self._find_why_no_window()
+        if self._why_no_window is not None and self.engine_settings.max_tokens_per_micro_batch:
+            logger.warning("Using TRL's own micro-batches, and skipping no dead group: %s.", self._why_no_window)
+
+    def _find_why_no_window(self) -> str | None:
+        """Return why the window cannot give TRL's gradient here, or None where it can."""
+        own = (WindowStepMixin, GroupRelativeTrainer)
+        for name in ("compute_loss", "_compute_loss"):
+            home = next(c for c in type(self).__mro__ if name in vars(c))
+            if home is not GRPOTrainer and home not in own:
+                return f"{home.__name__} overrides {name}, which may look at the model itself"
+        if not self.engine_settings.max_tokens_per_micro_batch:
+            return "max_tokens_per_micro_batch is 0"
+        if self._is_vlm:
+            return "images are cut along TRL's micro-batches"
+        if self.aux_loss_enabled:
+            return "the router's balancing loss depends on which rows share a micro-batch"
+        if self.top_entropy_quantile < 1.0:
+            return "top_entropy_quantile ranks the entropies inside a TRL micro-batch"
+        if self.use_adaptive_entropy:
+            return "use_adaptive_entropy updates its coefficient from every TRL micro-batch"
+        return None
+
+    @property
+    def _can_skip_dead_groups(self) -> bool:
+        """Whether equal rewards mean a zero gradient under the settings of this run."""
+        return (
+            self.engine_settings.skip_dead_groups
+            and self._why_no_window is None
+            and self.beta == 0.0
+            and not self._entropy_bonus_enabled
+            and self.multi_objective_aggregation == "sum_then_normalize"
+        )
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as ``transformers.Trainer.train`` does.
+
+        Raises:
+            DataError: if the data ran out before one optimiser step was made.
+        """
+        self._window.clear()
+        result = super().train(*args, **kwargs)
+        if self.state.global_step == 0 and self.state.max_steps > 0:
+            raise DataError(
+                f"Training ended without one optimiser step: the data ran out before {self.args.generation_batch_size} "
+                f"rows ({self.args.generation_batch_size // self.num_generations} prompts) came together. Provide more "
+                "prompts, or lower per_device_train_batch_size or gradient_accumulation_steps."
+            )
+        return result
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as ``transformers.Trainer.evaluate`` does; the random state of training is untouched."""
+        with preserved_rng():
+            return super().evaluate(*args, **kwargs)
+
+    def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Collect TRL's micro-batches of one optimiser step; with the last one, run them all."""
+        if self._why_no_window is not None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        started = time.perf_counter()
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        self._window.add(self._prepare_inputs(inputs), self.current_gradient_accumulation_steps)
+        loss = torch.zeros((), device=self.args.device)
+        if self.accelerator.sync_gradients:
+            loss = self._run_window(model, self._window, self.engine_settings.max_tokens_per_micro_batch)
+            self._window.clear()
+        self._step += 1
+        self._current_train_step_time += time.perf_counter() - started
+        if self.accelerator.sync_gradients:
+            self._metrics["train"]["step_time"].append(self._current_train_step_time)
+            self._current_train_step_time = 0.0
+        return loss
+
+    def _generate_single_turn(
+        self,
+        prompt_ids: list[list[int]],
+        images: Any,
+        multimodal_fields: dict[str, Any],
+        num_generations: int,
+        has_tool_images: bool = False,
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        budget = self.engine_settings.max_tokens_per_generation_batch
+        other_engine = self.use_vllm or self.use_transformers_continuous_batching
+        longest = self.max_completion_length
+        if not budget or other_engine or images is not None or multimodal_fields or longest is None:
+            return super()._generate_single_turn(
+                prompt_ids, images, multimodal_fields, num_generations, has_tool_images
+            )
+        lengths = [len(ids) for ids in prompt_ids]
+        completion_ids: list[list[int]] = []
+        for rows in plan_generation_batches(lengths, longest, num_generations, budget):
+            ids, _ = super()._generate_single_turn(prompt_ids[rows], None, {}, num_generations)
+            completion_ids.extend(ids)
+        return completion_ids, None
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
+        rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._user_logs.drop_unusable_columns(self._pending_extra_logs, num_rows=len(prompts))
+        self._rewards_per_func = rewards_per_func
+        return rewards_per_func
+
+    def _log_completion_extra(self, column: str, values: list) -> None:
+        if self._user_logs.accepts_column(column, values):
+            super()._log_completion_extra(column, list(values))
+
+    def _log_metric(self, name: str, value: float) -> None:
+        if self._user_logs.accepts_metric(name, value):
+            super()._log_metric(name, float(value))
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        if self.model.training and self._why_no_window is None:
+            self._mark_groups(output)
+        return output
+
+    def _mark_groups(self, output: dict[str, Any]) -> None:
+        """Add each row's group and whether it is dead; give dead groups the advantage they should have, exactly 0."""
+        device = output["advantages"].device
+        size = output["advantages"].size(0)
+        row = torch.arange(size, device=device) + self.accelerator.process_index * size
+        output["group_index"] = row // self.num_generations
+        if self.engine_settings.skip_dead_groups and self.multi_objective_aggregation == "sum_then_normalize":
+            dead = find_dead_groups(self._rewards_per_func, self.reward_weights, self.args.num_generations)
+            is_dead = dead[output["group_index"]]
+            output["advantages"][is_dead] = 0.0
+            output["is_dead"] = is_dead & self._can_skip_dead_groups
+            self._metrics["train"]["dead_groups/share"].append(dead.float().mean().item())
+            self._metrics["train"]["dead_groups/skipped_share"].append(
+                dead.float().mean().item() if self._can_skip_dead_groups else 0.0
+            )
