@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from transformers import TrainerCallback
@@ -36,7 +36,7 @@ class GroupRelativeTrainer(WindowStepMixin, GRPOTrainer):
         DataError: if the data set cannot fill one optimiser step, before any model is loaded.
     """
 
-    _tag_names: ClassVar[list[str]] = [*GRPOTrainer._tag_names, "trl-grpo-ext"]
+    _tag_names = [*GRPOTrainer._tag_names, "trl-grpo-ext"]  # noqa: RUF012 (TRL types it as an instance variable)
 
     def __init__(
         self,

@@ -1,0 +1,54 @@
+"""GroupRelativeConfig: bad budgets are named, evaluation batches hold whole groups, the best model is not the loss's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trl import GRPOConfig
+
+from trl_grpo_ext import GroupRelativeConfig
+from trl_grpo_ext.config import AUTO_TOKENS_PER_MICRO_BATCH, EngineSettings
+from trl_grpo_ext.errors import ConfigurationError
+
+
+def config(tmp_path: Path, **fields: Any) -> GroupRelativeConfig:
+    return GroupRelativeConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **fields)
+
+
+def test_it_is_a_grpo_config_with_the_same_defaults(tmp_path: Path) -> None:
+    ours, theirs = config(tmp_path), GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    assert isinstance(ours, GRPOConfig)
+    shared = {name: value for name, value in theirs.to_dict().items() if name != "logging_dir"}
+    assert {name: ours.to_dict()[name] for name in shared} == shared
+
+
+def test_a_negative_budget_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="max_tokens_per_micro_batch=-1 is not a number of tokens"):
+        config(tmp_path, max_tokens_per_micro_batch=-1)
+
+
+def test_eval_batch_is_rounded_to_whole_groups(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    odd = config(tmp_path, num_generations=4, per_device_eval_batch_size=6, eval_strategy="steps", eval_steps=1)
+    assert odd.per_device_eval_batch_size == 4
+    assert "Any multiple of 4 is legal" in caplog.text
+    assert config(tmp_path, num_generations=4, per_device_eval_batch_size=3).per_device_eval_batch_size == 4
+    single = config(tmp_path, num_generations=4, num_generations_eval=1, per_device_eval_batch_size=7)
+    assert single.per_device_eval_batch_size == 7
+
+
+def test_best_model_is_chosen_by_reward_unless_told_otherwise(tmp_path: Path) -> None:
+    fields = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}
+    ours = config(tmp_path, **fields)
+    assert (ours.metric_for_best_model, ours.greater_is_better) == ("reward", True)
+    told = config(tmp_path, metric_for_best_model="loss", greater_is_better=False, **fields)
+    assert (told.metric_for_best_model, told.greater_is_better) == ("loss", False)
+
+
+def test_a_plain_trl_config_gets_our_defaults(tmp_path: Path) -> None:
+    plain = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    settings = EngineSettings.of(plain)
+    assert settings.max_tokens_per_micro_batch == AUTO_TOKENS_PER_MICRO_BATCH
+    assert settings.skip_dead_groups
+    assert EngineSettings.of(config(tmp_path, max_tokens_per_micro_batch=0)).max_tokens_per_micro_batch == 0
