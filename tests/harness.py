@@ -248,3 +248,34 @@ class LogpTable:
 
         with mock.patch.object(GRPOTrainer, "_get_per_token_logps_and_entropies", look_up):
             yield
+
+
+@contextlib.contextmanager
+def plain_forward() -> Iterator[None]:
+    """Compute log-probabilities and entropies with torch's own functions, in the model's dtype.
+
+    Two sources of noise are removed. TRL's fused head adds up in float32 even for a float64 model. And positions are
+    counted from the first real token: counted from the left padding, as TRL does, the width of the padding changes the
+    angles of the rotary embedding, which transformers rounds to float32.
+    """
+
+    def score(
+        trainer: GRPOTrainer,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
+        logits = model(input_ids=input_ids, attention_mask=attention_mask, position_ids=positions).logits
+        logits = logits[:, -logits_to_keep - 1 : -1]
+        log_p = torch.log_softmax(logits / trainer.temperature, dim=-1)
+        logps = log_p.gather(2, input_ids[:, -logits_to_keep:].unsqueeze(-1)).squeeze(-1)
+        return logps, -(log_p.exp() * log_p).sum(-1) if compute_entropy else None, None
+
+    with mock.patch.object(GRPOTrainer, "_get_per_token_logps_and_entropies", score):
+        yield
