@@ -1,0 +1,62 @@
+"""One rank of `test_two_processes`: run scenarios on gloo and write down each one's gradients and passes.
+
+torchrun --nproc_per_node 2 tests/two_process_worker.py SCENARIOS.json OUTPUT_DIR CHECKPOINT
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import conftest  # noqa: F401  the same environment as the tests
+import torch
+from harness import ScriptedRollouts, build, prompt_rows
+from trl import GRPOTrainer
+
+
+def run(scenario: dict[str, Any], directory: Path, checkpoint: str) -> dict[str, Any]:
+    """Return the gradients of one run and the number of passes with gradient on this rank."""
+    num_passes = 0
+    forward = GRPOTrainer._get_per_token_logps_and_entropies
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_passes
+        num_passes += int(torch.is_grad_enabled())
+        return forward(*args, **kwargs)
+
+    fields = dict(scenario["fields"])
+    rows = prompt_rows(fields.pop("num_prompts"), dead=tuple(fields.pop("dead", ())))
+    if fields.pop("long_first_half", False):  # the prompts of rank 0 are longer, so that its plan has more passes
+        for row in rows[: len(rows) // 2]:
+            row["prompt"] = "far " * 30 + row["prompt"]
+    trainer, record = build(
+        scenario["ours"],
+        directory,
+        model=checkpoint,
+        rows=rows,
+        rollouts=ScriptedRollouts(),
+        shuffle_dataset=False,
+        ddp_backend="gloo",
+        **fields,
+    )
+    GRPOTrainer._get_per_token_logps_and_entropies = counting
+    try:
+        trainer.train()
+    finally:
+        GRPOTrainer._get_per_token_logps_and_entropies = forward
+    return {"gradients": record.gradients, "logs": record.logs, "num_passes": num_passes}
+
+
+def main() -> None:
+    """Run every scenario in order; a rank that waits for the other would hang here."""
+    scenarios, output, checkpoint = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    results = {name: run(scenario, output / "runs", checkpoint) for name, scenario in scenarios.items()}
+    torch.save(results, output / f"rank{torch.distributed.get_rank()}.pt")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
