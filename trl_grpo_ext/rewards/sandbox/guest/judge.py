@@ -104,6 +104,14 @@ def _outcome(error: BaseException) -> str:
     return named.get(remote, "runtime_error")
 
 
+class SetUpFailed(Exception):
+    """The tests' definitions used the program, and it failed them."""
+
+    def __init__(self, outcome: str, detail: str) -> None:
+        super().__init__(detail)
+        self.outcome = "wrong_answer" if outcome == "test_error" else outcome
+
+
 class _Judgement:
     """One program against its tests."""
 
@@ -115,8 +123,12 @@ class _Judgement:
 
     def run(self) -> None:
         """Run every test; stop early if asked to, or once the program is gone."""
-        tests = list(self._steps())
-        for number, step in enumerate(tests):
+        try:
+            steps = list(self._steps())
+        except SetUpFailed as error:
+            self.outcomes, self.detail = [error.outcome], str(error)
+            return
+        for number, step in enumerate(steps):
             random.seed(0)
             try:
                 outcome = "passed" if step() else "wrong_answer"
@@ -141,13 +153,23 @@ class _Judgement:
         remote = {name: self._peer.name(name) for name in names - namespace.keys()}
         namespace.update(remote)
         for source in task["setup"]:
-            exec(compile(source, "<setup>", "exec", dont_inherit=True), namespace)
+            self._set_up(source, namespace)
         # The prompt may define the function to be judged, as a stub.
         if task["entry_point"]:
             namespace[task["entry_point"]] = self._peer.name(task["entry_point"])
         for source in task["tests"]:
             code = compile(source, "<test>", "exec", dont_inherit=True)
             yield lambda code=code: exec(code, namespace) is None
+
+    def _set_up(self, source: str, namespace: dict[str, Any]) -> None:
+        """Run the tests' own definitions. What fails before the program was asked anything is the tests' fault."""
+        calls = self._peer.calls
+        try:
+            exec(compile(source, "<setup>", "exec", dont_inherit=True), namespace)
+        except BaseException as error:
+            if self._peer.calls == calls:
+                raise
+            raise SetUpFailed(_outcome(error), f"{type(error).__name__}: {error}"[:300]) from None
 
     def _calls(self) -> Any:
         task = self._task
