@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 # A written number has at most this many digits, and a power of ten at most this exponent: beyond it exact arithmetic
 # costs more than any honest answer needs (Python itself refuses to convert more than 4300 digits).
-MAX_DIGITS = 1000
+MAX_DIGITS = 4000
 MAX_EXPONENT = 400
 
 _THOUSANDS = r"\d{1,3}(?:(?:,|\{,\}|\\,|\\!|\\ |~| |'|\\;|,\\!)\d{3})+(?!\d)"
@@ -73,7 +73,7 @@ def read_number(text: str) -> Number | None:
         text: candidate, at most a few hundred characters; longer ones are None.
     """
     text = text.strip()
-    if not text or len(text) > 2 * MAX_DIGITS:
+    if not text or len(text) > MAX_DIGITS + 400:
         return None
     if match := _PLAIN.match(text):
         sign, body, *exponents = match.groups()

@@ -1,0 +1,458 @@
+"""Compare a gold answer with an answer: what of the form must agree, and what may differ.
+
+Every function returns True, False, or None for "this stage cannot tell", which hands the pair to the symbolic stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from trl_grpo_ext.rewards.verifiers.math.answers import (
+    Answer,
+    Collection,
+    Matrix,
+    Named,
+    Quantity,
+    Relation,
+    Text,
+    Union,
+    Unread,
+    plain_number,
+)
+from trl_grpo_ext.rewards.verifiers.math.evaluate import symbols
+from trl_grpo_ext.rewards.verifiers.math.expression import Node
+from trl_grpo_ext.rewards.verifiers.math.identity import Tolerances, same_expression
+from trl_grpo_ext.rewards.verifiers.math.units import Unit, conversion, is_known
+
+_MIRROR = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!=", "~=": "~=", "in": "in"}
+_MAX_UNORDERED = 200
+_NUMBER_WORDS = {
+    word: value
+    for value, word in enumerate(
+        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+        "eighteen nineteen twenty".split()
+    )
+} | {"thirty": 30, "forty": 40, "fifty": 50, "sixty": 60, "seventy": 70, "eighty": 80, "ninety": 90, "hundred": 100}
+
+
+class Policy(NamedTuple):
+    """Matters of taste. See the options of the ``math`` verifier for what each value means."""
+
+    tolerances: Tolerances = Tolerances()
+    percent: str = "either"
+    units: str = "optional"
+    intervals_as_inequalities: bool = True
+    rearranged_equations: bool = True
+    vectors_as_tuples: bool = False
+    number_words: bool = True
+    set_braces: str = "optional"
+
+
+def same_answer(gold: Answer, answer: Answer, policy: Policy) -> bool | None:
+    """Return whether ``answer`` says the same as ``gold``.
+
+    Raises:
+        TooLarge: if the answer is not worth computing.
+    """
+    if gold.key == answer.key and not isinstance(gold.body, (Quantity, Unread)):
+        return True
+    verdict = _same(gold.body, answer.body, policy)
+    if verdict is None and gold.key == answer.key:
+        return True
+    return verdict
+
+
+def _all(verdicts: Iterable[bool | None]) -> bool | None:
+    unknown = False
+    for verdict in verdicts:
+        if verdict is False:
+            return False
+        unknown = unknown or verdict is None
+    return None if unknown else True
+
+
+def _same(gold: Any, answer: Any, policy: Policy) -> bool | None:
+    if isinstance(gold, Text) or isinstance(answer, Text):
+        return _same_text(gold, answer, policy)
+    if isinstance(gold, Named) or isinstance(answer, Named):
+        return _same_named(gold, answer, policy)
+    if isinstance(gold, Unread) or isinstance(answer, Unread):
+        return None
+    if isinstance(gold, Relation) or isinstance(answer, Relation):
+        return _same_relation(gold, answer, policy)
+    if isinstance(gold, Collection) and isinstance(answer, Collection):
+        return _same_collection(gold, answer, policy)
+    if isinstance(gold, Quantity) and isinstance(answer, Quantity):
+        return _same_quantity(gold, answer, policy)
+    if isinstance(gold, Matrix) and isinstance(answer, Matrix):
+        return _same_matrix(gold, answer, policy)
+    if isinstance(gold, Union) and isinstance(answer, Union):
+        return _unordered(gold.parts, answer.parts, policy)
+    return _same_kinds_differ(gold, answer, policy)
+
+
+def _same_kinds_differ(gold: Any, answer: Any, policy: Policy) -> bool | None:
+    """Compare objects of different kinds: a set of one with its element, a column with a tuple, a union of points."""
+    for one, other in ((gold, answer), (answer, gold)):
+        if isinstance(one, Collection) and len(one.items) == 1 and isinstance(other, (Quantity, Matrix)):
+            return _same(one.items[0], other, policy)
+        if isinstance(one, Matrix) and isinstance(other, Collection):
+            flat = [cell for row in one.rows for cell in row]
+            if (
+                policy.vectors_as_tuples
+                and (len(one.rows) == 1 or len(one.rows[0]) == 1)
+                and other.opening in ("(", "[")
+            ):
+                return len(flat) == len(other.items) and _all(
+                    _same(left, right, policy) for left, right in zip(flat, other.items, strict=True)
+                )
+        if isinstance(one, Union) and isinstance(other, Collection):
+            parts = one.parts
+            if all(isinstance(part, Collection) and part.opening == "{" for part in parts) and other.opening in (
+                "{",
+                "",
+            ):
+                return _unordered([item for part in parts for item in part.items], other.items, policy)
+            if other.opening == "" and other.joined_by in ("or", ","):
+                return _unordered(parts, other.items, policy)
+    return False
+
+
+# -- words ---------------------------------------------------------------------------------------------------------------
+def _same_text(gold: Any, answer: Any, policy: Policy) -> bool | None:
+    if isinstance(gold, Text) and isinstance(answer, Text):
+        return gold.words == answer.words
+    text, other = (gold, answer) if isinstance(gold, Text) else (answer, gold)
+    if isinstance(other, Named):
+        return _same(text, other.value, policy) if text is gold else False
+    if isinstance(other, Quantity):
+        value = _word_value(text.words) if policy.number_words else None
+        if value is not None:
+            left, right = (
+                (Quantity(("num", value, -1)), other) if text is gold else (other, Quantity(("num", value, -1)))
+            )
+            return _same_quantity(left, right, policy)
+        return _letters(other.node) == text.words if len(text.words) == 1 else False
+    if isinstance(other, Collection) and text.words == "\\mathbb R":
+        return _is_real_line(other)
+    return False
+
+
+def _word_value(words: str) -> Fraction | None:
+    parts = words.split()
+    if not 1 <= len(parts) <= 2 or any(part not in _NUMBER_WORDS for part in parts):
+        return None
+    values = [_NUMBER_WORDS[part] for part in parts]
+    if len(values) == 2:
+        return Fraction(sum(values)) if values[0] >= 20 and 1 <= values[1] <= 9 else None
+    return Fraction(values[0])
+
+
+def _letters(node: Node) -> str | None:
+    return node[1].lower() if node[0] in ("sym", "const") and len(node[1]) == 1 else None
+
+
+def _is_real_line(interval: Collection) -> bool:
+    if len(interval.items) != 2 or not all(isinstance(item, Quantity) for item in interval.items):
+        return False
+    low, high = (item.node for item in interval.items)
+    return low == ("neg", ("const", "inf")) and high == ("const", "inf")
+
+
+# -- numbers and expressions -----------------------------------------------------------------------------------------------
+def _same_quantity(gold: Quantity, answer: Quantity, policy: Policy) -> bool | None:
+    factor = _unit_factor(gold.unit, answer.unit, policy)
+    if factor is None:
+        return _as_products(gold, answer, policy)
+    if _base(gold.node) != _base(answer.node) and 10 not in (_base(gold.node), _base(answer.node)):
+        return False
+    verdicts = []
+    for scale in _percent_factors(gold, answer, policy.percent):
+        verdict = same_expression(gold.node, answer.node, policy.tolerances, factor * scale)
+        if verdict:
+            return True
+        verdicts.append(verdict)
+    product = _as_products(gold, answer, policy)
+    return True if product else None if None in verdicts else False
+
+
+def _base(node: Node) -> int:
+    return node[3] if node[0] == "num" and len(node) > 3 else 10
+
+
+def _as_products(gold: Quantity, answer: Quantity, policy: Policy) -> bool | None:
+    """Compare the reading in which a spaced letter is a variable: ``10 m`` as ten times m."""
+    if gold.product is None and answer.product is None:
+        return False
+    left, right = gold.product or gold.node, answer.product or answer.node
+    if not (symbols(left) and symbols(right)) or (gold.unit and answer.unit and gold.unit != answer.unit):
+        return False
+    return same_expression(left, right, policy.tolerances)
+
+
+def _unit_factor(gold: Unit | None, answer: Unit | None, policy: Policy) -> Fraction | None:
+    """Return the factor from the answer's unit to the gold's, or None if the units forbid equality."""
+    if policy.units == "ignore" or gold == answer:
+        return Fraction(1)
+    if gold is None or answer is None:
+        return None if policy.units in ("required", "convert_required") and gold is not None else Fraction(1)
+    if not is_known(gold) and not is_known(answer):
+        same_head = gold[0][0].split()[-1] == answer[0][0].split()[-1]
+        return Fraction(1) if same_head else None
+    return conversion(answer, gold) if policy.units.startswith("convert") else None
+
+
+def _percent_factors(gold: Quantity, answer: Quantity, policy: str) -> tuple[Fraction, ...]:
+    hundred, one = Fraction(100), Fraction(1)
+    if gold.percent == answer.percent or policy == "ignore":
+        return (one,)
+    if gold.percent:
+        return (hundred,) if policy == "strict" else (one, hundred)
+    if policy == "strict":
+        return (1 / hundred,)
+    value = plain_number(Quantity(gold.node))
+    # 0.5 is a share, so 0.5 % is not what it means; 50 may be a percentage whose sign the data set left out.
+    return (1 / hundred, one) if value is not None and abs(value) > 1 else (1 / hundred,)
+
+
+def _same_matrix(gold: Matrix, answer: Matrix, policy: Policy) -> bool | None:
+    if (len(gold.rows), len(gold.rows[0])) != (len(answer.rows), len(answer.rows[0])):
+        return False
+    pairs = zip((cell for row in gold.rows for cell in row), (cell for row in answer.rows for cell in row), strict=True)
+    return _all(_same(left, right, policy) for left, right in pairs)
+
+
+# -- several values --------------------------------------------------------------------------------------------------------
+def _is_ordered(collection: Collection) -> bool:
+    return collection.opening not in ("", "{")
+
+
+def _same_collection(gold: Collection, answer: Collection, policy: Policy) -> bool | None:
+    if _is_ordered(gold) and _is_ordered(answer):
+        brackets = _brackets(gold) == _brackets(answer)
+        return brackets and _in_order(gold.items, answer.items, policy)
+    if "{" in (gold.opening, answer.opening) and (_is_ordered(gold) or _is_ordered(answer)):
+        return False  # a set is no tuple
+    if policy.set_braces == "required" and gold.opening != answer.opening:
+        return False
+    if _is_ordered(gold) or _is_ordered(answer):  # a tuple whose brackets were left out keeps its order
+        ordered = gold if _is_ordered(gold) else answer
+        return _brackets(ordered) == "()" and _in_order(gold.items, answer.items, policy)
+    if any(isinstance(item, Named) for item in (*gold.items, *answer.items)):
+        return _named_items(gold.items, answer.items, policy)
+    if _all_inequalities(gold.items) and _all_inequalities(answer.items) and gold.joined_by != answer.joined_by:
+        if "or" in (gold.joined_by, answer.joined_by) and "and" in (gold.joined_by, answer.joined_by):
+            return False
+    if gold.opening == answer.opening == "{":
+        return _unordered(_distinct(gold.items), _distinct(answer.items), policy)
+    return _unordered(gold.items, answer.items, policy)
+
+
+def _brackets(collection: Collection) -> str:
+    opening = {"]": "("}.get(collection.opening, collection.opening)
+    closing = {"[": ")"}.get(collection.closing, collection.closing)
+    return opening + closing
+
+
+def _in_order(gold: Sequence[Any], answer: Sequence[Any], policy: Policy) -> bool | None:
+    if len(gold) != len(answer):
+        return False
+    return _all(_same(left, right, policy) for left, right in zip(gold, answer, strict=True))
+
+
+def _distinct(items: Sequence[Any]) -> list[Any]:
+    kept: list[Any] = []
+    for item in items:
+        if len(items) > _MAX_UNORDERED or not any(item == other for other in kept):
+            kept.append(item)
+    return kept
+
+
+def _unordered(gold: Sequence[Any], answer: Sequence[Any], policy: Policy) -> bool | None:
+    """Return whether each item of one has its own partner in the other."""
+    if len(gold) != len(answer):
+        return False
+    if len(gold) > _MAX_UNORDERED:
+        values = [[plain_number(item) for item in side] for side in (gold, answer)]
+        if any(value is None for side in values for value in side):
+            return None
+        return sorted(values[0]) == sorted(values[1])  # type: ignore[type-var]
+    remaining, unknown = list(answer), False
+    for item in gold:
+        verdicts = [_same(item, other, policy) for other in remaining]
+        if True in verdicts:
+            remaining.pop(verdicts.index(True))
+        elif None in verdicts:
+            unknown = True
+        else:
+            return False
+    return None if unknown else True
+
+
+def _named_items(gold: Sequence[Any], answer: Sequence[Any], policy: Policy) -> bool | None:
+    """Compare ``x=1, y=2`` by name; where one side gives no names, in the same order; one name for all is a list."""
+    if len(gold) != len(answer):
+        return False
+    names = [[item.name for item in side if isinstance(item, Named)] for side in (gold, answer)]
+    values = [[item.value if isinstance(item, Named) else item for item in side] for side in (gold, answer)]
+    if all(len(set(side)) <= 1 for side in names):
+        known = {side[0] for side in names if side}
+        return len(known) <= 1 and _unordered(values[0], values[1], policy)
+    if len(names[0]) == len(names[1]) == len(gold):
+        if sorted(names[0]) != sorted(names[1]):
+            return False
+        paired = dict(zip(names[1], values[1], strict=True))
+        if len(paired) < len(answer):
+            return _unordered(gold, answer, policy)
+        return _all(_same(value, paired[name], policy) for name, value in zip(names[0], values[0], strict=True))
+    return _in_order(values[0], values[1], policy)
+
+
+# -- equations and inequalities --------------------------------------------------------------------------------------------
+def _same_named(gold: Any, answer: Any, policy: Policy) -> bool | None:
+    if isinstance(gold, Named) and isinstance(answer, Named):
+        if gold.name == answer.name:
+            return _same(gold.value, answer.value, policy)
+        rearranged = _same_equation(gold, answer, policy)
+        if rearranged is not False:
+            return rearranged
+        both_symbols = len(gold.name) == 1 and len(answer.name) == 1
+        return False if both_symbols else _same(gold.value, answer.value, policy)
+    named, other = (gold, answer) if isinstance(gold, Named) else (answer, gold)
+    if isinstance(other, Relation):
+        return _same_equation(gold, answer, policy)
+    if isinstance(other, Collection) and len(other.items) > 1 and not isinstance(named.value, (Collection, Union)):
+        return False
+    return _same(gold.value, answer, policy) if named is gold else _same(gold, answer.value, policy)
+
+
+def _difference(equation: Any) -> Node | None:
+    """Return lhs - rhs of a single equation in expressions, or None."""
+    if isinstance(equation, Named):
+        if len(equation.name) != 1 or not isinstance(equation.value, Quantity):
+            return None
+        return ("add", [("sym", equation.name), ("neg", equation.value.node)])
+    if isinstance(equation, Relation) and equation.ops == ("=",):
+        left, right = equation.sides
+        if isinstance(left, Quantity) and isinstance(right, Quantity):
+            return ("add", [left.node, ("neg", right.node)])
+    return None
+
+
+def _same_equation(gold: Any, answer: Any, policy: Policy) -> bool | None:
+    """Return whether two equations are multiples of each other: their differences have a constant ratio."""
+    left, right = _difference(gold), _difference(answer)
+    if left is None or right is None:
+        return False if left is not None or right is not None else None
+    if not policy.rearranged_equations:
+        return False
+    names = symbols(left) | symbols(right)
+    if symbols(left) != symbols(right) or not names:
+        return False
+    # f / g is constant exactly if f(x) g(y) = f(y) g(x) for all x, y.
+    shifted = [_rename(node, {name: f"{name}#" for name in names}) for node in (left, right)]
+    return same_expression(
+        ("mul", [(left, False), (shifted[1], False)]), ("mul", [(shifted[0], False), (right, False)]), policy.tolerances
+    )
+
+
+def _rename(node: Node, names: dict[str, str]) -> Node:
+    kind = node[0]
+    if kind == "sym":
+        return ("sym", names.get(node[1], node[1]))
+    if kind == "add":
+        return (kind, [_rename(term, names) for term in node[1]])
+    if kind == "mul":
+        return (kind, [(_rename(factor, names), inverted) for factor, inverted in node[1]])
+    if kind == "fn":
+        return (kind, node[1], tuple(_rename(argument, names) for argument in node[2]))
+    if kind in ("num", "const"):
+        return node
+    return (kind, *(_rename(part, names) if isinstance(part, tuple) else part for part in node[1:]))
+
+
+def _all_inequalities(items: Sequence[Any]) -> bool:
+    return all(isinstance(item, Relation) for item in items)
+
+
+def _same_relation(gold: Any, answer: Any, policy: Policy) -> bool | None:
+    if isinstance(gold, Relation) and isinstance(answer, Relation):
+        return _same_relations(gold, answer, policy)
+    relation, other = (gold, answer) if isinstance(gold, Relation) else (answer, gold)
+    if "=" in relation.ops:
+        value = _value_of_equation(relation)
+        if value is None:
+            return False
+        return _same(value, answer, policy) if relation is gold else _same(gold, value, policy)
+    if not policy.intervals_as_inequalities:
+        return False
+    interval = _as_interval(relation)
+    if interval is None or not isinstance(other, Collection):
+        return False
+    return _same(interval, answer, policy) if relation is gold else _same(gold, interval, policy)
+
+
+def _same_relations(gold: Relation, answer: Relation, policy: Policy) -> bool | None:
+    mirrored = Relation(tuple(reversed(answer.sides)), tuple(_MIRROR.get(op, op) for op in reversed(answer.ops)))
+    unknown = False
+    for candidate in (answer, mirrored):
+        if candidate.ops == gold.ops:
+            verdict = _in_order(gold.sides, candidate.sides, policy)
+            if verdict:
+                return True
+            unknown = unknown or verdict is None
+    if gold.ops == answer.ops == ("=",):
+        return _same_equation(gold, answer, policy)
+    intervals = [_as_interval(relation) for relation in (gold, answer)]
+    if intervals[0] is not None and intervals[1] is not None:
+        if _variable(gold) != _variable(answer):
+            return False
+        return _same_collection(intervals[0], intervals[1], policy)
+    return None if unknown or len(gold.ops) == len(answer.ops) == 1 else False
+
+
+def _value_of_equation(relation: Relation) -> Any:
+    """Return what a true chain of constants (3 + 4 = 7) or a sum of unknowns (a + b = 7) is worth, else None."""
+    sides = [side for side in relation.sides if isinstance(side, Quantity)]
+    if len(sides) != len(relation.sides) or any(op not in ("=", "~=") for op in relation.ops):
+        return None
+    first, last = sides[0], sides[-1]
+    if symbols(last.node):
+        return None
+    if symbols(first.node):
+        return last if _sum_of_unknowns(first.node) else None
+    if all(same_expression(side.node, last.node, Tolerances()) for side in sides):
+        return last
+    return None
+
+
+def _sum_of_unknowns(node: Node) -> bool:
+    terms = node[1] if node[0] == "add" else [node]
+    return len(terms) > 1 and all((term[1] if term[0] == "neg" else term)[0] == "sym" for term in terms)
+
+
+def _variable(relation: Relation) -> str | None:
+    names = [side.node[1] for side in relation.sides if isinstance(side, Quantity) and side.node[0] == "sym"]
+    return names[0] if len(names) == 1 else None
+
+
+def _as_interval(relation: Relation) -> Collection | None:
+    """Return the interval that an inequality in one bare variable describes, or None."""
+    sides, ops = relation.sides, relation.ops
+    if not all(isinstance(side, Quantity) for side in sides) or any(op not in ("<", ">", "<=", ">=") for op in ops):
+        return None
+    if ops[0].startswith(">"):
+        sides, ops = tuple(reversed(sides)), tuple(_MIRROR[op] for op in reversed(ops))
+    if any(op.startswith(">") for op in ops):
+        return None
+    infinity: Node = ("const", "inf")
+    is_variable = [side.node[0] == "sym" for side in sides]
+    if len(sides) == 3 and is_variable[1] and not is_variable[0] and not is_variable[2]:
+        return Collection((sides[0], sides[2]), "[" if ops[0] == "<=" else "(", "]" if ops[1] == "<=" else ")")
+    if len(sides) == 2 and is_variable[0] and not symbols(sides[1].node):
+        return Collection((Quantity(("neg", infinity)), sides[1]), "(", "]" if ops[0] == "<=" else ")")
+    if len(sides) == 2 and is_variable[1] and not symbols(sides[0].node):
+        return Collection((sides[0], Quantity(infinity)), "[" if ops[0] == "<=" else "(", ")")
+    return None
