@@ -120,7 +120,7 @@ class KillableWorkers:
         self._reset()
         _INSTANCES.add(self)
 
-    # -- calling -----------------------------------------------------------------------------------------------------
+    # -- calling ------------------------------------------------------------------------------------------------------
     def call(self, function: str, arguments: Sequence[Any], timeout_s: float) -> CallOutcome:
         """Return what ``function(*arguments)`` returns in a worker.
 
@@ -167,7 +167,7 @@ class KillableWorkers:
                 connection.sock.close()
             self._reset()
 
-    # -- workers -----------------------------------------------------------------------------------------------------
+    # -- workers ------------------------------------------------------------------------------------------------------
     def _acquire(self) -> _Connection:
         if self._owner_pid != os.getpid():
             self._reset()
@@ -284,7 +284,7 @@ def _end_process(process: subprocess.Popen[bytes], control: socket.socket, owner
         process.wait()
 
 
-# -- messages ------------------------------------------------------------------------------------------------------------
+# -- messages ---------------------------------------------------------------------------------------------------------
 def _send(sock: socket.socket, message: Any, descriptor: int | None = None) -> None:
     payload = json.dumps(message).encode()
     data = _HEADER.pack(len(payload)) + payload
@@ -341,7 +341,7 @@ def _exchange(sock: socket.socket, request: bytes, timeout_s: float) -> CallOutc
     return CallOutcome("ok" if status == "ok" else "error", value)
 
 
-# -- the template and its workers ------------------------------------------------------------------------------------------
+# -- the template and its workers -------------------------------------------------------------------------------------
 def serve_template(control_fd: int, parent_pid: int, preload: Sequence[str], memory_bytes: int | None) -> None:
     """Serve the parent until it closes the connection or dies; runs in the template process."""
     control = socket.socket(fileno=control_fd)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 from trl_grpo_ext.rewards.verifiers.math.answers import (
     Answer,
@@ -24,30 +24,20 @@ from trl_grpo_ext.rewards.verifiers.math.answers import (
 from trl_grpo_ext.rewards.verifiers.math.evaluate import symbols
 from trl_grpo_ext.rewards.verifiers.math.expression import Node
 from trl_grpo_ext.rewards.verifiers.math.identity import Tolerances, same_expression
-from trl_grpo_ext.rewards.verifiers.math.units import Unit, conversion, is_known
+from trl_grpo_ext.rewards.verifiers.math.quantities import Policy, same_quantity
 
 _MIRROR = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!=", "~=": "~=", "in": "in"}
 _MAX_UNORDERED = 200
+_UNITS_AND_TEENS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
+    " eighteen nineteen"
+)
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
 _NUMBER_WORDS = {
-    word: value
-    for value, word in enumerate(
-        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-        "eighteen nineteen twenty".split()
-    )
-} | {"thirty": 30, "forty": 40, "fifty": 50, "sixty": 60, "seventy": 70, "eighty": 80, "ninety": 90, "hundred": 100}
-
-
-class Policy(NamedTuple):
-    """Matters of taste. See the options of the ``math`` verifier for what each value means."""
-
-    tolerances: Tolerances = Tolerances()
-    percent: str = "either"
-    units: str = "optional"
-    intervals_as_inequalities: bool = True
-    rearranged_equations: bool = True
-    vectors_as_tuples: bool = False
-    number_words: bool = True
-    set_braces: str = "optional"
+    **{word: value for value, word in enumerate(_UNITS_AND_TEENS.split())},
+    **{word: 10 * value for value, word in enumerate(_TENS.split(), start=2)},
+    "hundred": 100,
+}
 
 
 def same_answer(gold: Answer, answer: Answer, policy: Policy) -> bool | None:
@@ -85,7 +75,7 @@ def _same(gold: Any, answer: Any, policy: Policy) -> bool | None:
     if isinstance(gold, Collection) and isinstance(answer, Collection):
         return _same_collection(gold, answer, policy)
     if isinstance(gold, Quantity) and isinstance(answer, Quantity):
-        return _same_quantity(gold, answer, policy)
+        return same_quantity(gold, answer, policy)
     if isinstance(gold, Matrix) and isinstance(answer, Matrix):
         return _same_matrix(gold, answer, policy)
     if isinstance(gold, Union) and isinstance(answer, Union):
@@ -120,7 +110,7 @@ def _same_kinds_differ(gold: Any, answer: Any, policy: Policy) -> bool | None:
     return False
 
 
-# -- words ---------------------------------------------------------------------------------------------------------------
+# -- words ------------------------------------------------------------------------------------------------------------
 def _same_text(gold: Any, answer: Any, policy: Policy) -> bool | None:
     if isinstance(gold, Text) and isinstance(answer, Text):
         return gold.words == answer.words
@@ -133,7 +123,7 @@ def _same_text(gold: Any, answer: Any, policy: Policy) -> bool | None:
             left, right = (
                 (Quantity(("num", value, -1)), other) if text is gold else (other, Quantity(("num", value, -1)))
             )
-            return _same_quantity(left, right, policy)
+            return same_quantity(left, right, policy)
         return _letters(other.node) == text.words if len(text.words) == 1 else False
     if isinstance(other, Collection) and text.words == "\\mathbb R":
         return _is_real_line(other)
@@ -161,62 +151,7 @@ def _is_real_line(interval: Collection) -> bool:
     return low == ("neg", ("const", "inf")) and high == ("const", "inf")
 
 
-# -- numbers and expressions -----------------------------------------------------------------------------------------------
-def _same_quantity(gold: Quantity, answer: Quantity, policy: Policy) -> bool | None:
-    factor = _unit_factor(gold.unit, answer.unit, policy)
-    if factor is None:
-        return _as_products(gold, answer, policy)
-    if _base(gold.node) != _base(answer.node) and 10 not in (_base(gold.node), _base(answer.node)):
-        return False
-    verdicts = []
-    for scale in _percent_factors(gold, answer, policy.percent):
-        verdict = same_expression(gold.node, answer.node, policy.tolerances, factor * scale)
-        if verdict:
-            return True
-        verdicts.append(verdict)
-    product = _as_products(gold, answer, policy)
-    return True if product else None if None in verdicts else False
-
-
-def _base(node: Node) -> int:
-    return node[3] if node[0] == "num" and len(node) > 3 else 10
-
-
-def _as_products(gold: Quantity, answer: Quantity, policy: Policy) -> bool | None:
-    """Compare the reading in which a spaced letter is a variable: ``10 m`` as ten times m."""
-    if gold.product is None and answer.product is None:
-        return False
-    left, right = gold.product or gold.node, answer.product or answer.node
-    if not (symbols(left) and symbols(right)) or (gold.unit and answer.unit and gold.unit != answer.unit):
-        return False
-    return same_expression(left, right, policy.tolerances)
-
-
-def _unit_factor(gold: Unit | None, answer: Unit | None, policy: Policy) -> Fraction | None:
-    """Return the factor from the answer's unit to the gold's, or None if the units forbid equality."""
-    if policy.units == "ignore" or gold == answer:
-        return Fraction(1)
-    if gold is None or answer is None:
-        return None if policy.units in ("required", "convert_required") and gold is not None else Fraction(1)
-    if not is_known(gold) and not is_known(answer):
-        same_head = gold[0][0].split()[-1] == answer[0][0].split()[-1]
-        return Fraction(1) if same_head else None
-    return conversion(answer, gold) if policy.units.startswith("convert") else None
-
-
-def _percent_factors(gold: Quantity, answer: Quantity, policy: str) -> tuple[Fraction, ...]:
-    hundred, one = Fraction(100), Fraction(1)
-    if gold.percent == answer.percent or policy == "ignore":
-        return (one,)
-    if gold.percent:
-        return (hundred,) if policy == "strict" else (one, hundred)
-    if policy == "strict":
-        return (1 / hundred,)
-    value = plain_number(Quantity(gold.node))
-    # 0.5 is a share, so 0.5 % is not what it means; 50 may be a percentage whose sign the data set left out.
-    return (1 / hundred, one) if value is not None and abs(value) > 1 else (1 / hundred,)
-
-
+# -- several values ---------------------------------------------------------------------------------------------------
 def _same_matrix(gold: Matrix, answer: Matrix, policy: Policy) -> bool | None:
     if (len(gold.rows), len(gold.rows[0])) != (len(answer.rows), len(answer.rows[0])):
         return False
@@ -224,7 +159,6 @@ def _same_matrix(gold: Matrix, answer: Matrix, policy: Policy) -> bool | None:
     return _all(_same(left, right, policy) for left, right in pairs)
 
 
-# -- several values --------------------------------------------------------------------------------------------------------
 def _is_ordered(collection: Collection) -> bool:
     return collection.opening not in ("", "{")
 
@@ -242,9 +176,9 @@ def _same_collection(gold: Collection, answer: Collection, policy: Policy) -> bo
         return _brackets(ordered) == "()" and _in_order(gold.items, answer.items, policy)
     if any(isinstance(item, Named) for item in (*gold.items, *answer.items)):
         return _named_items(gold.items, answer.items, policy)
-    if _all_inequalities(gold.items) and _all_inequalities(answer.items) and gold.joined_by != answer.joined_by:
-        if "or" in (gold.joined_by, answer.joined_by) and "and" in (gold.joined_by, answer.joined_by):
-            return False
+    joins = {gold.joined_by, answer.joined_by}
+    if joins == {"and", "or"} and _all_inequalities((*gold.items, *answer.items)):
+        return False
     if gold.opening == answer.opening == "{":
         return _unordered(_distinct(gold.items), _distinct(answer.items), policy)
     return _unordered(gold.items, answer.items, policy)
@@ -310,7 +244,7 @@ def _named_items(gold: Sequence[Any], answer: Sequence[Any], policy: Policy) -> 
     return _in_order(values[0], values[1], policy)
 
 
-# -- equations and inequalities --------------------------------------------------------------------------------------------
+# -- equations and inequalities ---------------------------------------------------------------------------------------
 def _same_named(gold: Any, answer: Any, policy: Policy) -> bool | None:
     if isinstance(gold, Named) and isinstance(answer, Named):
         if gold.name == answer.name:

@@ -19,6 +19,7 @@ from trl_grpo_ext.rewards.verifiers.math.tokens import TooLarge
 MAX_BITS = 40_000  # of an exact integer
 MAX_MAGNITUDE_BITS = 10_000_000  # of the exponent range of a rounded number
 MAX_FACTORIAL = 2000
+MAX_COST = 2_000_000  # bits of exact powers, plus 10,000 for each transcendental function, in one evaluation
 MAX_SYMBOLIC_EXPONENT = 100  # (x + 1)^500 against another expression is refused, not expanded
 
 Value = Any  # Fraction, mpf or mpc
@@ -97,6 +98,12 @@ class Evaluator:
         self.complex_plane = complex_plane
         self.log_base = log_base
         self.peak_bits = 0
+        self.budget = MAX_COST
+
+    def spend(self, cost: int) -> None:
+        self.budget -= cost
+        if self.budget < 0:
+            raise TooLarge("more arithmetic than any honest answer needs")
 
     def rounded(self, value: Value) -> Any:
         if isinstance(value, Fraction):
@@ -211,6 +218,7 @@ class Evaluator:
             bits = max(base.numerator.bit_length(), base.denominator.bit_length())
             if bits * abs(exponent) > MAX_BITS:
                 raise TooLarge("a power of more than 40000 bits")
+            self.spend(bits * abs(exponent))
             return base**exponent
         if abs(self.context.mag(base) * exponent) > MAX_MAGNITUDE_BITS or abs(exponent) > MAX_MAGNITUDE_BITS:
             raise TooLarge("a power beyond 10^3000000")
@@ -240,6 +248,7 @@ class Evaluator:
             exponent and abs(self.context.mag(base) * exponent) > MAX_MAGNITUDE_BITS
         ):
             raise TooLarge("a power beyond 10^3000000")
+        self.spend(10_000)
         return self.context.power(base, exponent)
 
     def _is_negative(self, value: Value) -> bool:
@@ -272,6 +281,7 @@ class Evaluator:
                 return exact
         if value == 1:
             return Fraction(0)
+        self.spend(10_000)
         log = self.context.log(self.rounded(value))
         if base is None:
             return log
@@ -287,12 +297,14 @@ class Evaluator:
                 raise Undefined
             if value > MAX_FACTORIAL:
                 raise TooLarge(f"a factorial above {MAX_FACTORIAL}")
+            self.spend(20 * int(value))
             return Fraction(math.factorial(int(value)))
         return self.gamma(self.rounded(value) + 1)
 
     def gamma(self, value: Any) -> Any:
         if self.context.mag(value) > 10:
             raise TooLarge(f"a factorial above {MAX_FACTORIAL}")
+        self.spend(20_000)
         return self.context.gamma(value)
 
     def _binom(self, top_node: Node, bottom_node: Node) -> Value:
@@ -302,6 +314,7 @@ class Evaluator:
             smaller = min(bottom, abs(top - bottom))
             if smaller * max(1, int(top).bit_length()) > MAX_BITS or top.numerator.bit_length() > 64:
                 raise TooLarge("a binomial of more than 40000 bits")
+            self.spend(int(smaller * max(1, int(top).bit_length())))
             return Fraction(math.comb(int(top), int(bottom)))
         top, bottom = self.rounded(top), self.rounded(bottom)
         return self.gamma(top + 1) / (self.gamma(bottom + 1) * self.gamma(top - bottom + 1))
@@ -337,6 +350,7 @@ class Evaluator:
 
     def transcendental(self, name: str, value: Any) -> Any:
         context = self.context
+        self.spend(10_000)
         if value and context.mag(value) > 200:
             raise TooLarge(f"{name} of a number beyond 10^60")
         method = _METHODS.get(name, name)

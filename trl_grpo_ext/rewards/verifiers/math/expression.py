@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
 
-from trl_grpo_ext.rewards.verifiers.math.tokens import FUNCTIONS, MAX_DEPTH, Token, TooLarge
-
-Node = tuple[Any, ...]
+from trl_grpo_ext.rewards.verifiers.math.cursor import Cursor, Node, NotParsed, number
+from trl_grpo_ext.rewards.verifiers.math.tokens import MAX_DEPTH, Token, TooLarge
+from trl_grpo_ext.rewards.verifiers.math.vocabulary import FUNCTIONS
 
 _CLOSE = {"(": ")", "[": "]", "{": "}", "\\{": "\\}", "lfloor": "rfloor", "lceil": "rceil"}
 _ALIASES = {
@@ -28,47 +27,7 @@ _INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan", "sinh": "arcsinh"
 _SINGLE_LETTER_CONSTANTS = {"e": "e", "i": "i"}
 
 
-class NotParsed(Exception):  # noqa: N818  says that another stage must look at the text
-    """The tokens are no expression that this grammar knows."""
-
-
-def number(value: int | Fraction) -> Node:
-    """Return the node of an exact number."""
-    return ("num", Fraction(value), -1)
-
-
-class _Parser:
-    def __init__(self, tokens: Sequence[Token], sign: int) -> None:
-        self.tokens = tokens
-        self.position = 0
-        self.depth = 0
-        self.sign = sign  # which branch of \pm is read: +1 upper, -1 lower
-        self.saw_plus_minus = False
-
-    # -- reading tokens ------------------------------------------------------------------------------------------
-    def peek(self, offset: int = 0) -> Token | None:
-        index = self.position + offset
-        return self.tokens[index] if index < len(self.tokens) else None
-
-    def take(self) -> Token:
-        token = self.peek()
-        if token is None:
-            raise NotParsed("ends too early")
-        self.position += 1
-        return token
-
-    def accept(self, kind: str, *texts: str) -> bool:
-        token = self.peek()
-        if token is not None and token.kind == kind and token.text in texts:
-            self.position += 1
-            return True
-        return False
-
-    def expect_close(self, text: str) -> None:
-        if not self.accept("close", text):
-            raise NotParsed(f"lacks {text}")
-
-    # -- grammar -------------------------------------------------------------------------------------------------
+class _Parser(Cursor):
     def sum(self) -> Node:
         self.depth += 1
         if self.depth > MAX_DEPTH:
@@ -219,8 +178,12 @@ class _Parser:
         assert token.value is not None
         node: Node = ("num", token.value, token.decimals)
         following = self.peek()
-        if following is None or token.decimals >= 0:
-            return self.repeating(node, token, following)
+        if following is None:
+            return node
+        if (following.kind, following.text) == ("cmd", "overline"):
+            return self.repeating(token)
+        if token.decimals >= 0:
+            return node
         if following.kind == "op" and following.text == "_":
             self.position += 1
             return self.based(token)
@@ -229,12 +192,11 @@ class _Parser:
             return ("num", token.value + mixed, -1)
         return node
 
-    def repeating(self, node: Node, token: Token, following: Token | None) -> Node:
+    def repeating(self, token: Token) -> Node:
         r"""Return ``0.1\overline{6}`` as the fraction it stands for."""
-        if following is None or (following.kind, following.text) != ("cmd", "overline"):
-            return node
-        self.position += 1
-        block = self.peek(1) if self.accept("open", "{") else None
+        self.take()
+        if not self.accept("open", "{"):
+            raise NotParsed("an overline without braces")
         block = self.take()
         self.expect_close("}")
         if block.kind != "num" or not block.text.isdigit() or token.value is None:
@@ -245,19 +207,19 @@ class _Parser:
     def mixed_part(self, following: Token) -> Fraction | None:
         if following.kind == "num" and following.decimals < 0:
             slash, bottom = self.peek(1), self.peek(2)
-            proper = slash is not None and slash.text == "/" and bottom is not None and bottom.kind == "num"
-            if proper and bottom is not None and bottom.value and following.value is not None:
-                if following.value < bottom.value and bottom.decimals < 0:
-                    self.position += 3
-                    return following.value / bottom.value
-            return None
+            if slash is None or slash.text != "/" or bottom is None or not bottom.value or bottom.decimals >= 0:
+                return None
+            if following.value is None or following.value >= bottom.value:
+                return None  # 2 3/2 is no mixed number
+            self.position += 3
+            return following.value / bottom.value
         if following.kind == "cmd" and following.text == "frac":
-            start = self.position
+            start, depth = self.position, self.depth
             self.position += 1
             try:
                 top, bottom_node = self.argument(), self.argument()
             except NotParsed:
-                self.position = start
+                self.position, self.depth = start, depth
                 return None
             plain = all(node[0] == "num" and node[2] < 0 for node in (top, bottom_node))
             if plain and 0 < top[1] < bottom_node[1] and not self._has_power():
@@ -385,7 +347,7 @@ class _Parser:
         else:
             base = number(10) if name == "log10" else None
         exponent = self.exponent() if self.accept("op", "^") else None
-        if exponent is not None and exponent == ("neg", number(1)) or exponent == number(-1):
+        if (exponent is not None and exponent == ("neg", number(1))) or exponent == number(-1):
             name, exponent = _INVERSE.get(name, ""), None
             if not name:
                 raise NotParsed("an inverse of an unknown function")

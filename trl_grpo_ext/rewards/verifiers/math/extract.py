@@ -226,7 +226,7 @@ def _bold(text: str) -> _Span | None:
 
 
 def _conclusion(text: str) -> _Span | None:
-    """Return the only value of a last sentence that opens with ``so``, ``therefore`` and the like, without any doubt."""
+    """Return the only value of a last sentence that opens with ``so`` or ``therefore`` and expresses no doubt."""
     body = text.rstrip().rstrip(".!*_ ")
     start = max(
         (match.end() for match in re.finditer(r"\n|(?<=[^\d\s])[.!?]\s+|(?<=\d)[.!?]\s+(?=[A-Z\\$])", body)), default=0

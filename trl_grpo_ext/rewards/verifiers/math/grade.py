@@ -9,18 +9,22 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from trl_grpo_ext.rewards.verifiers.math import guard
-from trl_grpo_ext.rewards.verifiers.math.answers import Answer, Text, Unread, read_answer
-from trl_grpo_ext.rewards.verifiers.math.compare import Policy, same_answer
+from trl_grpo_ext.rewards.verifiers.math.answers import Answer, Text, Unread
+from trl_grpo_ext.rewards.verifiers.math.compare import same_answer
 from trl_grpo_ext.rewards.verifiers.math.extract import extract
 from trl_grpo_ext.rewards.verifiers.math.identity import same_rationals
 from trl_grpo_ext.rewards.verifiers.math.numbers import Number, read_number
+from trl_grpo_ext.rewards.verifiers.math.quantities import Policy
+from trl_grpo_ext.rewards.verifiers.math.read import read_answer
 from trl_grpo_ext.rewards.verifiers.math.symbolic import same_symbolically
 from trl_grpo_ext.rewards.verifiers.math.text import fold_unicode
 from trl_grpo_ext.rewards.verifiers.math.tokens import TooLarge
 
 MAX_GOLD_WORDS = 15  # a gold of more words is a worked solution in the wrong column, not an answer
 
-_WRAPPERS = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox|textit)\s*(?=\{)|[{}$*`]|\\[()\[\] ,;]|\\left|\\right|~")
+_WRAPPERS = re.compile(
+    r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox|textit)\s*(?=\{)|[{}$*`]|\\[()\[\] ,;]|\\left|\\right|~"
+)
 _CHOICE = re.compile(
     r"^(?:(?:option|choice|answer)\s*:?\s*)?(?:\(([A-Za-z])\)|\[([A-Za-z])\]|([A-Za-z])(?=$|[).:\]]|\s+[-–]\s))[).:\]]*\s*(.*)$",
     re.IGNORECASE | re.DOTALL,

@@ -109,7 +109,7 @@ def _compare(
 
 
 def _sample(name: str, index: int) -> Fraction:
-    """Return a fixed rational for a variable: positive at even indices, of either sign at odd ones, |value| in (0.3, 4)."""
+    """Return a fixed rational for a variable, of size 0.3 to 4: positive at even indices, either sign at odd ones."""
     seed = zlib.crc32(f"{index}:{name}".encode())
     value = Fraction(301 + seed % 3697, 997)
     return -value if index % 2 and (seed >> 16) % 3 else value

@@ -150,6 +150,11 @@ def _fold_char(char: str) -> str:
     return folded
 
 
+# "\boxed" in a Python or JSON string that forgot to double the backslash: \b is a backspace, \f a form feed, \t a tab.
+_SWALLOWED_RUN = re.compile(r"[\x08\x0c\t](?=oxed\{|inom\{|rac\{|ext\{|frac\{|imes\b)")
+_LETTERS_OF_ESCAPES = {"\x08": "\\b", "\x0c": "\\f", "\t": "\\t"}
+
+
 def fold_unicode(text: str) -> str:
     r"""Return ``text`` with digits, signs, fractions, roots and scripts of Unicode rewritten in ASCII and LaTeX.
 
@@ -159,8 +164,10 @@ def fold_unicode(text: str) -> str:
         text: any string; lone surrogates are kept.
 
     Returns:
-        The folded text. ASCII input is returned unchanged.
+        The folded text. ASCII input is returned unchanged, but for ``\boxed`` and the like whose backslash was
+        swallowed by an unescaped string.
     """
+    text = _SWALLOWED_RUN.sub(lambda match: _LETTERS_OF_ESCAPES[match.group()], text)
     if text.isascii():
         return text
     text = _SUPERSCRIPT_RUN.sub(lambda run: "^{" + "".join(_SUPERSCRIPT[char] for char in run.group()) + "}", text)

@@ -10,6 +10,7 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
+from trl_grpo_ext.rewards.verifiers.math import vocabulary
 from trl_grpo_ext.rewards.verifiers.math.numbers import MAX_DIGITS, MAX_EXPONENT
 
 MAX_TOKENS = 2000
@@ -38,48 +39,6 @@ class Token(NamedTuple):
     decimals: int = -1
     spaced: bool = False
 
-
-_DROPPED = frozenset(
-    "left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle textstyle scriptstyle "
-    "limits nolimits rm bf it tt sf cal large Large LARGE huge small normalsize boldmath mathstrut strut centering "
-    "therefore because noindent ensuremath hfill nonumber relax".split()
-)
-_SPACES = frozenset("quad qquad enspace thinspace medspace space".split())
-_TEXT = frozenset(
-    "text textbf textit textrm textsf texttt textnormal textup mbox hbox emph mathrm operatorname textmd".split()
-)
-_STYLE = frozenset("mathbf mathit mathsf mathtt mathcal mathnormal boldsymbol bm underline boxed fbox bold pmb".split())
-_DROPPED_WITH_ARGUMENT = frozenset(
-    "hspace vspace phantom vphantom hphantom label tag color mathchoice kern ref cite".split()
-)
-_OPERATORS = {
-    "times": "*", "cdot": "*", "ast": "*", "cdotp": "*", "bullet": "*", "div": "/", "colon": ":",
-    "le": "<=", "leq": "<=", "leqslant": "<=", "leqq": "<=", "ge": ">=", "geq": ">=", "geqslant": ">=", "geqq": ">=",
-    "lt": "<", "gt": ">", "ne": "!=", "neq": "!=", "approx": "~=", "simeq": "~=", "thickapprox": "~=", "doteq": "~=",
-    "cong": "~=", "equiv": "=", "coloneqq": "=", "in": "in", "notin": "notin", "to": "to", "rightarrow": "to",
-    "Rightarrow": "to", "implies": "to", "cup": "cup", "bigcup": "cup", "cap": "cap", "setminus": "setminus",
-    "backslash": "setminus", "pm": "pm", "mp": "mp", "land": "and", "wedge": "and", "lor": "or", "vee": "or",
-    "lvert": "|", "rvert": "|", "vert": "|", "mid": "|", "Vert": "||", "lVert": "||", "rVert": "||",
-    "prime": "'", "ldots": "...", "dots": "...", "cdots": "...", "dotsc": "...", "colonequals": "=",
-}  # fmt: skip
-_COMMANDS = {
-    "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "frac": "frac", "sqrt": "sqrt", "usqrt": "usqrt",
-    "ucbrt": "ucbrt", "binom": "binom", "dbinom": "binom", "tbinom": "binom", "infty": "infty", "emptyset": "emptyset",
-    "varnothing": "emptyset", "circ": "circ", "degree": "degree", "overline": "overline", "bar": "overline",
-    "choose": "choose", "over": "over", "angle": "angle", "mathbb": "mathbb", "Re": "Re", "Im": "Im",
-}  # fmt: skip
-FUNCTIONS = frozenset(
-    "sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh coth ln log lg exp sqrt cbrt abs gcd lcm max min "
-    "floor ceil asin acos atan asinh acosh atanh arcsinh arccosh arctanh sgn".split()
-)
-_GREEK = frozenset(
-    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi omicron rho varrho "
-    "sigma tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell hbar".split()
-)
-_VARIANTS = {"varepsilon": "epsilon", "vartheta": "theta", "varphi": "phi", "varrho": "rho"}
-_OPENERS = {"lbrace": "\\{", "langle": "<(", "lfloor": "lfloor", "lceil": "lceil", "lbrack": "[", "lparen": "("}
-_CLOSERS = {"rbrace": "\\}", "rangle": ")>", "rfloor": "rfloor", "rceil": "rceil", "rbrack": "]", "rparen": ")"}
-_CURRENCIES = {"€": "€", "£": "£", "¥": "¥", "₹": "₹"}
 
 _LEX = re.compile(
     r"(?P<space>\s+|~)|(?P<command>\\(?:[A-Za-z]+\*?|.)|\\$)|(?P<letters>[^\W\d_]+)"
@@ -185,7 +144,7 @@ class _Lexer:
             self.add("word", run)
         elif len(run) == 1:
             self.add("sym", run)
-        elif run.lower() in FUNCTIONS and run.lower() == run:
+        elif run.lower() in vocabulary.FUNCTIONS and run.lower() == run:
             self.add("cmd", run)
         elif run in ("pi", "Pi", "PI"):
             self.add("cmd", "pi")
@@ -216,7 +175,7 @@ class _Lexer:
         elif op in ")]":
             self.brackets = max(0, self.brackets - 1)
             self.add("close", op)
-        elif op in _CURRENCIES:
+        elif op in vocabulary.CURRENCIES:
             self.add("cur", op)
         elif op == "**":
             self.add("op", "^")
@@ -229,15 +188,15 @@ class _Lexer:
 
     def command(self, command: str, position: int) -> int:
         name = command[1:].rstrip("*")
-        if name in _DROPPED:
+        if name in vocabulary.DROPPED:
             if self.text.startswith(".", position) and name in ("left", "right", "middle"):
                 return position + 1
             return position
-        if name in _SPACES or name in (",", ";", ":", "!", " ", ">", "/"):
+        if name in vocabulary.SPACES or name in (",", ";", ":", "!", " ", ">", "/"):
             self.spaced = True
         elif name in ("(", ")", "[", "]"):
             self.spaced = True  # \( \) \[ \] only delimit mathematics
-        elif name in _TEXT or name in _STYLE or name in _DROPPED_WITH_ARGUMENT:
+        elif name in vocabulary.TEXT or name in vocabulary.STYLE or name in vocabulary.DROPPED_WITH_ARGUMENT:
             return self.styled(name, position)
         elif name in ("begin", "end"):
             match = re.compile(r"\s*\{([A-Za-z]+)\*?\}").match(self.text, position)
@@ -257,24 +216,24 @@ class _Lexer:
         match = re.compile(r"\s*\{").match(self.text, position)
         if match is None:
             return position  # \mathbf 7, \text A: the style of one token changes nothing
-        kind = "drop" if name in _DROPPED_WITH_ARGUMENT else "text" if name in _TEXT else "style"
+        kind = "drop" if name in vocabulary.DROPPED_WITH_ARGUMENT else "text" if name in vocabulary.TEXT else "style"
         self.braces.append(kind)
         self.spaced = self.spaced or kind == "text"
         return match.end()
 
     def meaningful(self, name: str) -> None:
-        if name in _OPERATORS:
-            self.add("op", _OPERATORS[name])
-        elif name in _COMMANDS:
-            self.add("cmd", _COMMANDS[name])
-        elif name in _GREEK:
-            self.add("sym", _VARIANTS.get(name, name))
-        elif name in ("{",) or name in _OPENERS:
+        if name in vocabulary.OPERATORS:
+            self.add("op", vocabulary.OPERATORS[name])
+        elif name in vocabulary.COMMANDS:
+            self.add("cmd", vocabulary.COMMANDS[name])
+        elif name in vocabulary.GREEK:
+            self.add("sym", vocabulary.VARIANTS.get(name, name))
+        elif name in ("{",) or name in vocabulary.OPENERS:
             self.brackets += 1
-            self.add("open", _OPENERS.get(name, "\\{"))
-        elif name in ("}",) or name in _CLOSERS:
+            self.add("open", vocabulary.OPENERS.get(name, "\\{"))
+        elif name in ("}",) or name in vocabulary.CLOSERS:
             self.brackets = max(0, self.brackets - 1)
-            self.add("close", _CLOSERS.get(name, "\\}"))
+            self.add("close", vocabulary.CLOSERS.get(name, "\\}"))
         elif name == "%":
             self.add("op", "%")
         elif name in ("$", "pounds", "euro", "EUR"):

@@ -1,7 +1,7 @@
 """Units of measure: which spellings mean the same unit, and how units convert.
 
-A unit is a sorted tuple of (symbol, power), so ``m/s``, ``meters per second`` and ``m s^{-1}`` are equal. Words that are
-no unit (``apples``) are kept as one noun.
+A unit is a sorted tuple of (symbol, power), so ``m/s``, ``meters per second`` and ``m s^{-1}`` are equal. Words
+that are no unit (``apples``) are kept as one noun.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ _DEFINITIONS = (
 _BY_NAME = {name: definition for definition in _DEFINITIONS for name in definition.names}
 _COMPOUND = {"mph": (("h", -1), ("mi", 1)), "kmh": (("h", -1), ("km", 1)), "kph": (("h", -1), ("km", 1))}
 _POWERS = {"square": 2, "squared": 2, "sq": 2, "cubic": 3, "cubed": 3, "cu": 3}
-_IGNORED = frozenset("of the a an about in total long wide tall old away each units unit and".split())
+_FILLERS = "of the a an about in total long wide tall old away each units unit and"
+_IGNORED = frozenset(_FILLERS.split())
 # Letters that are variables in mathematics: bare and unspaced they are no units (``2m``), spaced they may be (``2 m``).
 SINGLE_LETTERS = frozenset(name for name in _BY_NAME if len(name) == 1)
 

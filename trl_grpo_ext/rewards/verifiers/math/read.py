@@ -1,0 +1,375 @@
+r"""Read the tokens of one answer as a mathematical object (see ``answers``).
+
+The outermost structure is found first: a list, an equation, a union, a pair of brackets, a matrix; what is left inside
+is an expression with an optional unit, or words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trl_grpo_ext.rewards.verifiers.math.answers import (
+    Answer,
+    Collection,
+    Matrix,
+    Named,
+    Quantity,
+    Relation,
+    Text,
+    Union,
+    Unread,
+)
+from trl_grpo_ext.rewards.verifiers.math.expression import Node, NotParsed, parse_expression
+from trl_grpo_ext.rewards.verifiers.math.tokens import MAX_DEPTH, Token, TooLarge, tokenise
+from trl_grpo_ext.rewards.verifiers.math.units import SINGLE_LETTERS, Unit, is_unit_name, read_unit
+
+_RELATIONS = frozenset(["=", "<", ">", "<=", ">=", "!=", "~=", "in"])
+_AND_OR = {"and": "and", "or": "or", "AND": "and", "OR": "or", "And": "and", "Or": "or", "和": "and", "或": "or"}
+_HEDGES = frozenset(["approximately", "about", "roughly", "exactly", "only", "approx", "precisely", "around"])
+_EMPTY_SET = frozenset({"no solution", "no solutions", "no real solution", "no real solutions", "none", "empty set"})
+_ALL_REALS = frozenset({"all real numbers", "all reals", "all real"})
+_OPEN = {"(": "(", "[": "[", "\\{": "{", "{": "{", "<(": "("}
+_CLOSE = {")": ")", "]": "]", "\\}": "}", "}": "}", ")>": ")"}
+_TEMPERATURES = {"c": "degC", "f": "degF"}
+_MATRICES = frozenset(["matrix", "pmatrix", "bmatrix", "Bmatrix", "vmatrix", "Vmatrix", "smallmatrix", "array"])
+
+
+def read_answer(text: str, *, decimal_comma: bool = False) -> Answer:
+    """Return the answer that ``text`` spells; anything unreadable is :class:`Unread` or :class:`Text`, never an error.
+
+    Args:
+        text: one answer, folded (see ``fold_unicode``).
+        decimal_comma: read ``3,14`` as 3.14.
+
+    Raises:
+        TooLarge: if it is refused before reading.
+    """
+    tokens = _trim(tokenise(text, decimal_comma=decimal_comma))
+    key = tuple(_spelling(token) for token in tokens)
+    try:
+        return Answer(key, _read(tokens, 0))
+    except RecursionError:
+        raise TooLarge("nested too deep") from None
+
+
+def _spelling(token: Token) -> str:
+    if token.kind == "num" and token.value is not None:
+        return str(token.value) if token.decimals < 0 else f"{token.value}d"
+    return token.text.lower() if token.kind == "word" else token.text
+
+
+def _trim(tokens: Sequence[Token]) -> list[Token]:
+    """Drop punctuation around an answer, and words such as *approximately* before it."""
+    items = list(tokens)
+    while items and (items[-1].text in (".", ",", ";", ":", "\\\\", "&") or items[-1].text == "..."):
+        items.pop()
+    while items and (items[0].text in (",", ";", ":", "~=", "\\\\", "&") or items[0].text.lower() in _HEDGES):
+        items.pop(0)
+    return [token for token in items if token.text != '"']
+
+
+def _split(tokens: Sequence[Token], wanted: Callable[[Token], bool]) -> tuple[list[list[Token]], list[Token]]:
+    """Split at the tokens outside every bracket that ``wanted`` accepts; return the parts and the separators."""
+    parts: list[list[Token]] = [[]]
+    separators: list[Token] = []
+    depth = 0
+    for token in tokens:
+        if token.kind == "open" or (token.kind == "env" and token.text.startswith("begin")):
+            depth += 1
+        elif token.kind == "close" or (token.kind == "env" and token.text.startswith("end")):
+            depth -= 1
+        if depth == 0 and token.kind not in ("open", "close", "env") and wanted(token):
+            parts.append([])
+            separators.append(token)
+        else:
+            parts[-1].append(token)
+    return parts, separators
+
+
+def _is_separator(token: Token) -> bool:
+    if token.kind == "op":
+        return token.text in (",", ";", "and", "or")
+    return token.kind in ("word", "letters") and token.text in _AND_OR
+
+
+def _read(tokens: list[Token], depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise TooLarge(f"nested deeper than {MAX_DEPTH}")
+    tokens = _trim(tokens)
+    if not tokens:
+        return Unread("empty")
+    if all(token.kind in ("word", "letters") or token.text in ("-", "'", ".") for token in tokens):
+        words = _words(tokens)
+        return words if words is not None else _read_single(tokens, depth)
+    parts, separators = _split(tokens, _is_separator)
+    if separators:
+        filled = [part for part in parts if _trim(part)]
+        if len(filled) > 1:
+            joins = {_AND_OR.get(token.text, ",") for token in separators}
+            items = tuple(_read(part, depth + 1) for part in filled)
+            return _spread_units(
+                Collection(items, joined_by="or" if "or" in joins else "and" if "and" in joins else ",")
+            )
+        tokens = _trim(filled[0]) if filled else []
+    return _read_single(tokens, depth)
+
+
+def _spread_units(collection: Collection) -> Collection:
+    """Give the unit of the last item to the others, as in ``3 and 5 cm``."""
+    last = collection.items[-1]
+    if not (isinstance(last, Quantity) and last.unit) or not all(
+        isinstance(item, Quantity) for item in collection.items
+    ):
+        return collection
+    items = tuple(Quantity(item.node, item.percent, item.unit or last.unit, item.product) for item in collection.items)
+    return Collection(items, collection.opening, collection.closing, collection.joined_by)
+
+
+def _words(tokens: Sequence[Token]) -> Any:
+    """Return a text, ∅ for "no solution" and ℝ for "all real numbers"; None for letters that may be a product."""
+    words = " ".join(token.text.lower() for token in tokens if token.text not in ("-", "'", ".")).strip()
+    if words in _EMPTY_SET:
+        return Collection((), "{", "}")
+    if words in _ALL_REALS:
+        return Text("\\mathbb R")
+    if len(tokens) == 1 and tokens[0].kind == "letters" and _looks_like_product(tokens[0].text):
+        return None
+    return Text(words[4:] if words.startswith("the ") else words)
+
+
+def _looks_like_product(run: str) -> bool:
+    """Return whether a bare run of letters is a product of variables rather than a word."""
+    return len(run) <= 4 and (set(run) <= set("xyz") or set(run) <= set("abc") or set(run) <= set("pqrmnk"))
+
+
+def _read_single(tokens: list[Token], depth: int) -> Any:
+    sides, relations = _split(tokens, lambda token: token.kind == "op" and token.text in _RELATIONS)
+    if relations:
+        return _relation(sides, [token.text for token in relations], depth)
+    parts, unions = _split(tokens, lambda token: token.kind == "op" and token.text == "cup")
+    if unions:
+        return Union(tuple(_read(part, depth + 1) for part in parts))
+    special = _special(tokens)
+    if special is not None:
+        return special
+    enclosed = _enclosed(tokens, depth)
+    if enclosed is not None:
+        return enclosed
+    if tokens[0].kind == "env" and tokens[-1].kind == "env":
+        return _environment(tokens, depth)
+    return _quantity(tokens)
+
+
+def _special(tokens: list[Token]) -> Any:
+    texts = [token.text for token in tokens if token.text not in ("{", "}")]
+    if texts == ["emptyset"] or texts == ["\\{", "\\}"] or texts == ["phi", "\\"]:
+        return Collection((), "{", "}")
+    if texts[:1] == ["mathbb"] and len(texts) == 2:
+        return Text(f"\\mathbb {texts[1]}")
+    return None
+
+
+def _relation(sides: list[list[Token]], ops: list[str], depth: int) -> Any:
+    if any(not _trim(side) for side in sides):
+        return Unread("a relation without a side")
+    if ops[0] in ("=", "in", "~=") and all(op in ("=", "~=") for op in ops[1:]):
+        name = _name(sides[0])
+        if name is not None:
+            value = _read(sides[-1], depth + 1)
+            return Named(name, value)
+    read = tuple(_read(side, depth + 1) for side in sides)
+    return Relation(read, tuple(ops), tuple(tuple(_spelling(token) for token in side) for side in sides))
+
+
+def _name(tokens: list[Token]) -> str | None:
+    r"""Return the name an equation defines: ``x``, ``x_1``, ``f(x)``, ``f^{-1}(x)``, ``AB``, ``\angle C`` or words."""
+    texts = [token.text for token in tokens]
+    kinds = [token.kind for token in tokens]
+    if not tokens or any(kind in ("num", "env") and index == 0 for index, kind in enumerate(kinds)):
+        return None
+    if all(kind == "word" for kind in kinds):
+        return " ".join(texts).lower()
+    if len(tokens) == 1:
+        single = kinds[0] == "sym" or (kinds[0] == "letters" and (texts[0].isupper() or len(texts[0]) > 3))
+        return texts[0] if single else None
+    if kinds[0] == "letters" and all(kind in ("letters", "word") for kind in kinds):
+        return " ".join(texts).lower()
+    if texts[0] in ("angle", "overline", "triangle"):
+        return "".join(texts)
+    if kinds[0] in ("sym", "word") or (kinds[0] == "letters" and texts[0].isupper()) or texts[0] == "(":
+        rest = texts[1:]
+        if rest[:1] == ["_"] and (len(rest) == 2 or (rest[1] == "{" and "}" in rest)):
+            after = 2 if rest[1] != "{" else rest.index("}") + 1
+            rest = rest[after:]
+        if not rest:
+            return "".join(texts)
+        if rest[0] == "(" and rest[-1] == ")" and "(" not in rest[1:]:
+            return "".join(texts)  # f(x), P(A)
+        if rest[0] == "^" and "(" in rest and rest[-1] == ")" and "-" in rest[: rest.index("(")]:
+            return "".join(texts)  # f^{-1}(x)
+        if set(rest) <= {"'"} or (rest[0] == "'" and rest[-1] == ")"):
+            return "".join(texts)
+        if texts[0] == "(" and texts[-1] == ")" and all(kind in ("sym", "op", "open", "close") for kind in kinds):
+            inside = [text for text in texts[1:-1] if text != ","]
+            return (
+                "".join(texts) if "," in texts and all(len(text) == 1 and text.isalpha() for text in inside) else None
+            )
+    return None
+
+
+def _enclosed(tokens: list[Token], depth: int) -> Any:
+    """Read a part that one pair of brackets encloses: tuple, set, interval, vector, or just a group."""
+    first, last = tokens[0], tokens[-1]
+    backwards = first.text == "]" and last.text in ("[", "]")
+    if not backwards:
+        if first.kind in ("sym", "letters") and len(tokens) > 3 and tokens[1].text == "(" and first.text.isupper():
+            point = _enclosed(tokens[1:], depth)  # A(1,2): a point with its name
+            if isinstance(point, Collection) and len(point.items) > 1:
+                return point
+        if first.kind != "open" or first.text not in _OPEN or last.text not in (*_CLOSE, "["):
+            return None
+        if not _one_pair(tokens):
+            return None
+    inner = tokens[1:-1]
+    if any(token.kind == "cmd" and token.text in ("over", "choose") for token in inner):
+        return None
+    opening = "]" if backwards else _OPEN[first.text]
+    closing = "[" if last.text == "[" else _CLOSE[last.text]
+    parts, separators = _split(inner, lambda token: token.kind == "op" and token.text in (",", ";"))
+    if not inner:
+        return Collection((), "{", "}") if opening == "{" else None
+    if any(token.kind == "op" and token.text in ("|", ":") for token in inner) and opening == "{":
+        return Unread("a set described by a condition")
+    if separators:
+        return Collection(tuple(_read(part, depth + 1) for part in parts), opening, closing)
+    content = _read(inner, depth + 1)
+    if opening == "{":
+        return Collection((content,), "{", "}") if first.text == "\\{" else content
+    return content
+
+
+def _one_pair(tokens: Sequence[Token]) -> bool:
+    """Return whether the first bracket closes at the last token only; ``[0,1)`` counts as a pair."""
+    depth = 0
+    for index, token in enumerate(tokens):
+        if token.kind == "open":
+            depth += 1
+        elif token.kind == "close":
+            depth -= 1
+            if depth == 0 and index < len(tokens) - 1:
+                return False
+    return depth == 0 or (depth == 2 and tokens[-1].text == "[")
+
+
+def _environment(tokens: list[Token], depth: int) -> Any:
+    name = tokens[0].text.split()[1]
+    inner = tokens[1:-1]
+    if tokens[-1].text != f"end {name}" or any(token.kind == "env" for token in inner):
+        return Unread("nested environments")
+    rows, _ = _split(inner, lambda token: token.text == "\\\\")
+    rows = [row for row in rows if row]
+    if name in ("align", "aligned", "gather", "gathered", "equation", "split", "center"):
+        return _read([token for token in rows[-1] if token.text != "&"], depth + 1) if rows else Unread("empty")
+    if name not in _MATRICES or not rows:
+        return Unread(name)
+    cells = [_split(row, lambda token: token.text == "&")[0] for row in rows]
+    if len({len(row) for row in cells}) != 1:
+        return Unread("a matrix with rows of different length")
+    matrix = Matrix(tuple(tuple(_read(cell, depth + 1) for cell in row) for row in cells))
+    return Unread("a determinant") if name in ("vmatrix", "Vmatrix") else matrix
+
+
+def _quantity(tokens: list[Token]) -> Any:
+    """Read an expression with an optional currency before and a unit behind it; words only are text."""
+    unit: Unit | None = None
+    if tokens[0].kind == "cur" or (tokens[0].text == "-" and len(tokens) > 1 and tokens[1].kind == "cur"):
+        index = 0 if tokens[0].kind == "cur" else 1
+        unit = read_unit([tokens[index]])
+        tokens = tokens[:index] + tokens[index + 1 :]
+        if not tokens:
+            return Unread("a currency without an amount")
+    split = _unit_start(tokens)
+    expression, rest = tokens[:split], tokens[split:]
+    if not expression:
+        return _sentence(tokens)
+    try:
+        parsed = parse_expression(expression)
+    except NotParsed as error:
+        return _sentence(tokens) if any(token.kind == "word" for token in tokens) else Unread(str(error))
+    if parsed.rest:
+        return (
+            _sentence(tokens)
+            if any(token.kind in ("word", "letters") for token in rest)
+            else Unread("trailing symbols")
+        )
+    if rest:
+        unit = read_unit(rest) or unit
+        if unit is None:
+            return Unread("trailing symbols")
+    product = _as_product(tokens) if rest and all(token.kind in ("sym", "letters") for token in rest) else None
+    quantities = tuple(_with_percent(node, unit, product) for node in parsed.branches)
+    return quantities[0] if len(quantities) == 1 else Collection(quantities, joined_by="or")
+
+
+def _as_product(tokens: list[Token]) -> Node | None:
+    try:
+        parsed = parse_expression(tokens)
+    except (NotParsed, TooLarge):
+        return None
+    return None if parsed.rest or len(parsed.branches) > 1 else parsed.branches[0]
+
+
+def _with_percent(node: Node, unit: Unit | None, product: Node | None) -> Quantity:
+    percent = unit is not None and unit[0][0] in ("percent", "percentage", "pct")
+    if percent:
+        unit = None
+    if node[0] == "pct":
+        node, percent = node[1], True
+    elif node[0] == "neg" and node[1][0] == "pct":
+        node, percent = ("neg", node[1][1]), True
+    if node[0] == "deg":
+        scale = _TEMPERATURES.get(unit[0][0]) if unit and len(unit) == 1 else None
+        node, unit = node[1], ((scale, 1),) if scale else unit or (("deg", 1),)
+    elif node[0] == "mul" and node[1][0][0][0] == "deg" and len(node[1]) == 2 and node[1][1][0][0] == "sym":
+        scale = _TEMPERATURES.get(node[1][1][0][1].lower())
+        if scale is not None:
+            node, unit = node[1][0][0][1], ((scale, 1),)
+    return Quantity(node, percent, unit, product)
+
+
+def _unit_start(tokens: list[Token]) -> int:
+    """Return where the unit begins: at the trailing run of words and unit names after a number."""
+    first_word = next((index for index, token in enumerate(tokens) if _begins_unit(tokens, index)), len(tokens))
+    tail = tokens[first_word:]
+    allowed = all(
+        token.kind in ("word", "letters", "sym", "num", "cur")
+        or token.text in ("/", "^", "{", "}", "*", "-", ".", "(", ")")
+        for token in tail
+    )
+    return first_word if tail and allowed else len(tokens)
+
+
+def _begins_unit(tokens: list[Token], index: int) -> bool:
+    token = tokens[index]
+    if index == 0:
+        return False
+    before = tokens[index - 1]
+    if token.kind == "word":
+        return before.kind == "num" or before.text in ("}", ")", "!", "%", "pi", "circ") or before.kind == "sym"
+    if token.kind == "cur":
+        return before.kind == "num"
+    if token.kind not in ("letters", "sym") or (before.kind != "num" and before.text not in ("}", ")")):
+        return False
+    if token.kind == "letters":
+        return is_unit_name(token.text) or (
+            len(token.text) > 2 and token.spaced and not _looks_like_product(token.text)
+        )
+    return token.text in SINGLE_LETTERS and token.spaced and before.kind == "num"
+
+
+def _sentence(tokens: Sequence[Token]) -> Text | Unread:
+    words = [token for token in tokens if token.text not in ("-", "'", ".", ",", "(", ")", "{", "}", "!", "?")]
+    if not any(token.kind in ("word", "letters") for token in words):
+        return Unread("no expression")
+    return Text(" ".join(token.text.lower() for token in words))
