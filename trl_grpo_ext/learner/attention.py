@@ -253,8 +253,8 @@ def shared_prefix_attention(
     with torch.autocast(device_type, enabled=False) if is_autocast else nullcontext():
         for i, bucket in enumerate(packed_layout.buckets):
             mask = packed_layout.mask(bucket, sliding_window, query.device)
-            k, v = (_with_prefix(parts, i, bucket) for parts in (keys, values))
-            out = _attend(*(x.transpose(1, 2) for x in (queries[i], k, v)), mask, scaling, softcap)
+            k, v = (_with_prefix(parts, i, bucket).transpose(1, 2) for parts in (keys, values))
+            out = _attend(queries[i].transpose(1, 2), k, v, mask, scaling, softcap)
             outputs.append(out.transpose(1, 2).reshape(-1, *out.shape[1::2]))
     slots = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     return _FromSlots.apply(slots, packed_layout, out_dtype).unsqueeze(0), None
@@ -303,7 +303,7 @@ def _attend(
 
 
 def _run_flash(
-    module: nn.Module,
+    module: Any,
     implementation: str,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -341,7 +341,7 @@ def _run_flash(
         module.config._attn_implementation = IMPLEMENTATION
 
 
-def find_attention_modules(model: nn.Module) -> list[nn.Module]:
+def find_attention_modules(model: nn.Module) -> list[Any]:
     """Return the modules that call the attention interface: those with a config, a layer index and a causality."""
     return [m for m in model.modules() if all(hasattr(m, name) for name in ("config", "layer_idx", "is_causal"))]
 
@@ -360,12 +360,12 @@ def watch_attention(model: nn.Module) -> int:
     return len(modules)
 
 
-def _switch_on(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+def _switch_on(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     if kwargs.get(LAYOUT_KEYWORD) is not None:
         module._unpacked_attn_implementation = module.config._attn_implementation
         module.config._attn_implementation = IMPLEMENTATION
 
 
-def _switch_off(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+def _switch_off(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     if kwargs.get(LAYOUT_KEYWORD) is not None:
         module.config._attn_implementation = module._unpacked_attn_implementation

@@ -96,7 +96,9 @@ def score_completions(
         max_packed_tokens=max_packed_tokens,
     )
     enable_packed_forward(unwrap(model))
-    logps, entropies, targets = [], [], []
+    logps: list[torch.Tensor] = []
+    entropies: list[Any] = []
+    targets: list[torch.Tensor] = []
     for chunk in _pad_to_all_processes(model, chunks, max_packed_tokens is not None):
         with autocast():
             logps_N, entropies_N = _score_chunk(
@@ -169,7 +171,7 @@ def is_sharded(model: nn.Module) -> bool:
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
-def unwrap(model: nn.Module) -> nn.Module:
+def unwrap(model: Any) -> Any:
     """Return the transformers model inside DDP, FSDP, DeepSpeed, ``torch.compile`` and PEFT wrappers."""
     while True:
         if hasattr(model, "get_base_model"):
@@ -182,7 +184,7 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
-def enable_packed_forward(model: nn.Module) -> None:
+def enable_packed_forward(model: Any) -> None:
     """Teach the forward of a transformers model the keyword that ``score_completions`` uses.
 
     Without the keyword the forward is the one that was there. Calling it twice does no harm; it is called again after
@@ -221,11 +223,12 @@ def _forward_packed(
     )
     if request.layout.num_calls != num_layers:
         raise RuntimeError(
-            f"{type(model).__name__} called packed attention {request.layout.num_calls} times for {num_layers} attention "
-            "layers, so its log-probabilities would be wrong. Use TRL's own path for this model."
+            f"{type(model).__name__} called packed attention {request.layout.num_calls} times for {num_layers} "
+            "attention layers, so its log-probabilities would be wrong. Use TRL's own path for this model."
         )
     head = model.get_output_embeddings()
-    hidden = outputs.last_hidden_state[0].to(head.weight.device).index_select(0, request.source_N.to(head.weight.device))
+    device = head.weight.device  # with the model split over devices, the backbone may end on another one
+    hidden = outputs.last_hidden_state[0].to(device).index_select(0, request.source_N.to(device))
     precision: AbstractContextManager = nullcontext()
     if request.cast_lm_head_to_fp32:
         hidden = hidden.float()
@@ -236,14 +239,14 @@ def _forward_packed(
             hidden,
             weight,
             bias,
-            request.label_N.to(hidden.device),
+            request.label_N.to(device),
             read_head_transform(model.config, request.temperature),
             compute_entropy=request.compute_entropy,
             gather=_gather_sharded_head,
         )
 
 
-def _gather_sharded_head(*parameters: torch.Tensor | None) -> AbstractContextManager:
+def _gather_sharded_head(*parameters: Any) -> AbstractContextManager:
     """Gather a head that DeepSpeed ZeRO-3 sharded, as TRL's fused head does."""
     from trl.trainer.utils import maybe_gather_lm_head_ctx
 
