@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from trl_grpo_ext.rewards.verifiers.math.expression import Node
+from trl_grpo_ext.rewards.verifiers.math.cursor import Node
 from trl_grpo_ext.rewards.verifiers.math.units import Unit
 
 

@@ -21,12 +21,17 @@ from trl_grpo_ext.rewards.verifiers.math.answers import (
     Unread,
     plain_number,
 )
-from trl_grpo_ext.rewards.verifiers.math.evaluate import symbols
-from trl_grpo_ext.rewards.verifiers.math.expression import Node
-from trl_grpo_ext.rewards.verifiers.math.identity import Tolerances, same_expression
+from trl_grpo_ext.rewards.verifiers.math.cursor import Node
 from trl_grpo_ext.rewards.verifiers.math.quantities import Policy, same_quantity
+from trl_grpo_ext.rewards.verifiers.math.relations import (
+    MIRROR,
+    as_set,
+    same_equation,
+    same_inequality,
+    value_of_equation,
+    variable,
+)
 
-_MIRROR = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!=", "~=": "~=", "in": "in"}
 _MAX_UNORDERED = 200
 _UNITS_AND_TEENS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
@@ -249,62 +254,17 @@ def _same_named(gold: Any, answer: Any, policy: Policy) -> bool | None:
     if isinstance(gold, Named) and isinstance(answer, Named):
         if gold.name == answer.name:
             return _same(gold.value, answer.value, policy)
-        rearranged = _same_equation(gold, answer, policy)
+        rearranged = same_equation(gold, answer, policy)
         if rearranged is not False:
             return rearranged
         both_symbols = len(gold.name) == 1 and len(answer.name) == 1
         return False if both_symbols else _same(gold.value, answer.value, policy)
     named, other = (gold, answer) if isinstance(gold, Named) else (answer, gold)
-    if isinstance(other, Relation):
-        return _same_equation(gold, answer, policy)
+    if isinstance(other, Relation) and isinstance(named.value, Quantity):
+        return same_equation(gold, answer, policy)
     if isinstance(other, Collection) and len(other.items) > 1 and not isinstance(named.value, (Collection, Union)):
         return False
     return _same(gold.value, answer, policy) if named is gold else _same(gold, answer.value, policy)
-
-
-def _difference(equation: Any) -> Node | None:
-    """Return lhs - rhs of a single equation in expressions, or None."""
-    if isinstance(equation, Named):
-        if len(equation.name) != 1 or not isinstance(equation.value, Quantity):
-            return None
-        return ("add", [("sym", equation.name), ("neg", equation.value.node)])
-    if isinstance(equation, Relation) and equation.ops == ("=",):
-        left, right = equation.sides
-        if isinstance(left, Quantity) and isinstance(right, Quantity):
-            return ("add", [left.node, ("neg", right.node)])
-    return None
-
-
-def _same_equation(gold: Any, answer: Any, policy: Policy) -> bool | None:
-    """Return whether two equations are multiples of each other: their differences have a constant ratio."""
-    left, right = _difference(gold), _difference(answer)
-    if left is None or right is None:
-        return False if left is not None or right is not None else None
-    if not policy.rearranged_equations:
-        return False
-    names = symbols(left) | symbols(right)
-    if symbols(left) != symbols(right) or not names:
-        return False
-    # f / g is constant exactly if f(x) g(y) = f(y) g(x) for all x, y.
-    shifted = [_rename(node, {name: f"{name}#" for name in names}) for node in (left, right)]
-    return same_expression(
-        ("mul", [(left, False), (shifted[1], False)]), ("mul", [(shifted[0], False), (right, False)]), policy.tolerances
-    )
-
-
-def _rename(node: Node, names: dict[str, str]) -> Node:
-    kind = node[0]
-    if kind == "sym":
-        return ("sym", names.get(node[1], node[1]))
-    if kind == "add":
-        return (kind, [_rename(term, names) for term in node[1]])
-    if kind == "mul":
-        return (kind, [(_rename(factor, names), inverted) for factor, inverted in node[1]])
-    if kind == "fn":
-        return (kind, node[1], tuple(_rename(argument, names) for argument in node[2]))
-    if kind in ("num", "const"):
-        return node
-    return (kind, *(_rename(part, names) if isinstance(part, tuple) else part for part in node[1:]))
 
 
 def _all_inequalities(items: Sequence[Any]) -> bool:
@@ -316,20 +276,20 @@ def _same_relation(gold: Any, answer: Any, policy: Policy) -> bool | None:
         return _same_relations(gold, answer, policy)
     relation, other = (gold, answer) if isinstance(gold, Relation) else (answer, gold)
     if "=" in relation.ops:
-        value = _value_of_equation(relation)
+        value = value_of_equation(relation)
         if value is None:
             return False
         return _same(value, answer, policy) if relation is gold else _same(gold, value, policy)
     if not policy.intervals_as_inequalities:
         return False
-    interval = _as_interval(relation)
-    if interval is None or not isinstance(other, Collection):
+    interval = as_set(relation)
+    if interval is None or not isinstance(other, (Collection, Union)):
         return False
     return _same(interval, answer, policy) if relation is gold else _same(gold, interval, policy)
 
 
 def _same_relations(gold: Relation, answer: Relation, policy: Policy) -> bool | None:
-    mirrored = Relation(tuple(reversed(answer.sides)), tuple(_MIRROR.get(op, op) for op in reversed(answer.ops)))
+    mirrored = Relation(tuple(reversed(answer.sides)), tuple(MIRROR.get(op, op) for op in reversed(answer.ops)))
     unknown = False
     for candidate in (answer, mirrored):
         if candidate.ops == gold.ops:
@@ -338,55 +298,11 @@ def _same_relations(gold: Relation, answer: Relation, policy: Policy) -> bool | 
                 return True
             unknown = unknown or verdict is None
     if gold.ops == answer.ops == ("=",):
-        return _same_equation(gold, answer, policy)
-    intervals = [_as_interval(relation) for relation in (gold, answer)]
-    if intervals[0] is not None and intervals[1] is not None:
-        if _variable(gold) != _variable(answer):
-            return False
-        return _same_collection(intervals[0], intervals[1], policy)
-    return None if unknown or len(gold.ops) == len(answer.ops) == 1 else False
-
-
-def _value_of_equation(relation: Relation) -> Any:
-    """Return what a true chain of constants (3 + 4 = 7) or a sum of unknowns (a + b = 7) is worth, else None."""
-    sides = [side for side in relation.sides if isinstance(side, Quantity)]
-    if len(sides) != len(relation.sides) or any(op not in ("=", "~=") for op in relation.ops):
-        return None
-    first, last = sides[0], sides[-1]
-    if symbols(last.node):
-        return None
-    if symbols(first.node):
-        return last if _sum_of_unknowns(first.node) else None
-    if all(same_expression(side.node, last.node, Tolerances()) for side in sides):
-        return last
-    return None
-
-
-def _sum_of_unknowns(node: Node) -> bool:
-    terms = node[1] if node[0] == "add" else [node]
-    return len(terms) > 1 and all((term[1] if term[0] == "neg" else term)[0] == "sym" for term in terms)
-
-
-def _variable(relation: Relation) -> str | None:
-    names = [side.node[1] for side in relation.sides if isinstance(side, Quantity) and side.node[0] == "sym"]
-    return names[0] if len(names) == 1 else None
-
-
-def _as_interval(relation: Relation) -> Collection | None:
-    """Return the interval that an inequality in one bare variable describes, or None."""
-    sides, ops = relation.sides, relation.ops
-    if not all(isinstance(side, Quantity) for side in sides) or any(op not in ("<", ">", "<=", ">=") for op in ops):
-        return None
-    if ops[0].startswith(">"):
-        sides, ops = tuple(reversed(sides)), tuple(_MIRROR[op] for op in reversed(ops))
-    if any(op.startswith(">") for op in ops):
-        return None
-    infinity: Node = ("const", "inf")
-    is_variable = [side.node[0] == "sym" for side in sides]
-    if len(sides) == 3 and is_variable[1] and not is_variable[0] and not is_variable[2]:
-        return Collection((sides[0], sides[2]), "[" if ops[0] == "<=" else "(", "]" if ops[1] == "<=" else ")")
-    if len(sides) == 2 and is_variable[0] and not symbols(sides[1].node):
-        return Collection((Quantity(("neg", infinity)), sides[1]), "(", "]" if ops[0] == "<=" else ")")
-    if len(sides) == 2 and is_variable[1] and not symbols(sides[0].node):
-        return Collection((sides[0], Quantity(infinity)), "[" if ops[0] == "<=" else "(", ")")
-    return None
+        return same_equation(gold, answer, policy)
+    sets = [as_set(relation) for relation in (gold, answer)]
+    if sets[0] is not None and sets[1] is not None:
+        return variable(gold) == variable(answer) and _same(sets[0], sets[1], policy)
+    inequality = same_inequality(gold, answer, policy.tolerances)
+    if inequality is not None:
+        return inequality
+    return None if unknown or not {"=", "in", "~="}.intersection(gold.ops + answer.ops) else False

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
-from trl_grpo_ext.rewards.verifiers.math.expression import Node
+from trl_grpo_ext.rewards.verifiers.math.cursor import Node
 from trl_grpo_ext.rewards.verifiers.math.tokens import TooLarge
 
 MAX_BITS = 40_000  # of an exact integer

@@ -106,12 +106,9 @@ class _Parser(Cursor):
     def power(self) -> Node:
         base = self.postfix(self.atom())
         if self.accept("op", "^"):
-            if self.accept("cmd", "circ"):
+            if self.degree_mark():
                 return self.after_degree(("deg", base))
-            exponent = self.exponent()
-            if exponent == ("deg_mark",):
-                return self.after_degree(("deg", base))
-            return self.postfix(("pow", base, exponent))
+            return self.postfix(("pow", base, self.exponent()))
         if self.accept("cmd", "circ"):
             return self.after_degree(("deg", base))
         return base
@@ -119,16 +116,20 @@ class _Parser(Cursor):
     def after_degree(self, node: Node) -> Node:
         return ("pow", node, self.exponent()) if self.accept("op", "^") else node
 
+    def degree_mark(self) -> bool:
+        """Take a degree sign, in braces or not, if one comes next."""
+        first, second = self.peek(), self.peek(1)
+        if first is not None and first.text == "{" and second is not None and second.text == "circ":
+            self.position += 2
+            self.expect_close("}")
+            return True
+        return self.accept("cmd", "circ")
+
     def exponent(self) -> Node:
         if self.accept("op", "-"):
             return ("neg", self.exponent())
         if self.accept("op", "+"):
             return self.exponent()
-        first, second = self.peek(), self.peek(1)
-        if first is not None and first.text == "{" and second is not None and second.text == "circ":
-            self.position += 2
-            self.expect_close("}")
-            return ("deg_mark",)
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise TooLarge(f"nested deeper than {MAX_DEPTH}")
@@ -312,8 +313,10 @@ class _Parser(Cursor):
 
     def command(self, name: str) -> Node:
         if name == "frac":
-            top = self.argument()
-            return ("mul", [(top, False), (self.argument(), True)])
+            top, bottom = self.argument(), self.argument()
+            if top == ("sym", "d") and bottom[0] == "mul" and bottom[1][0] == (("sym", "d"), False):
+                raise NotParsed("a derivative")
+            return ("mul", [(top, False), (bottom, True)])
         if name == "sqrt":
             return self.root()
         if name in ("usqrt", "ucbrt"):

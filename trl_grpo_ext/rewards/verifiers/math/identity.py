@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+from trl_grpo_ext.rewards.verifiers.math.cursor import Node
 from trl_grpo_ext.rewards.verifiers.math.evaluate import (
     Evaluator,
     Undefined,
@@ -22,7 +23,6 @@ from trl_grpo_ext.rewards.verifiers.math.evaluate import (
     symbols,
     walk,
 )
-from trl_grpo_ext.rewards.verifiers.math.expression import Node
 
 NOISE = Fraction(1, 10**12)  # relative error that floating-point output carries; far below anything a digit can say
 _DIGITS = (40, 80, 200)

@@ -6,8 +6,8 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from trl_grpo_ext.rewards.verifiers.math.answers import Quantity, plain_number
+from trl_grpo_ext.rewards.verifiers.math.cursor import Node
 from trl_grpo_ext.rewards.verifiers.math.evaluate import symbols
-from trl_grpo_ext.rewards.verifiers.math.expression import Node
 from trl_grpo_ext.rewards.verifiers.math.identity import Tolerances, same_expression
 from trl_grpo_ext.rewards.verifiers.math.units import Unit, conversion, is_known
 
@@ -32,14 +32,25 @@ def same_quantity(gold: Quantity, answer: Quantity, policy: Policy) -> bool | No
         return _as_products(gold, answer, policy)
     if _base(gold.node) != _base(answer.node) and 10 not in (_base(gold.node), _base(answer.node)):
         return False
+    answer_node = _rename_constant(gold.node, answer.node)
     verdicts = []
     for scale in _percent_factors(gold, answer, policy.percent):
-        verdict = same_expression(gold.node, answer.node, policy.tolerances, factor * scale)
+        verdict = same_expression(gold.node, answer_node, policy.tolerances, factor * scale)
         if verdict:
             return True
         verdicts.append(verdict)
     product = _as_products(gold, answer, policy)
     return True if product else None if None in verdicts else False
+
+
+def _rename_constant(gold: Node, answer: Node) -> Node:
+    """Return the answer with its constant of integration called C, as in the gold: ``x^2 + c`` for ``x^2 + C``."""
+    if gold[0] != "add" or answer[0] != "add" or ("sym", "C") not in gold[1] or "C" in symbols(answer):
+        return answer
+    own = [term for term in answer[1] if term in (("sym", "c"), ("sym", "K"), ("sym", "k"))]
+    if len(own) != 1 or own[0][1] in symbols(gold):
+        return answer
+    return ("add", [("sym", "C") if term == own[0] else term for term in answer[1]])
 
 
 def _base(node: Node) -> int:

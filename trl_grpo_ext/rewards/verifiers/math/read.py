@@ -20,7 +20,8 @@ from trl_grpo_ext.rewards.verifiers.math.answers import (
     Union,
     Unread,
 )
-from trl_grpo_ext.rewards.verifiers.math.expression import Node, NotParsed, parse_expression
+from trl_grpo_ext.rewards.verifiers.math.cursor import Node, NotParsed, number
+from trl_grpo_ext.rewards.verifiers.math.expression import parse_expression
 from trl_grpo_ext.rewards.verifiers.math.tokens import MAX_DEPTH, Token, TooLarge, tokenise
 from trl_grpo_ext.rewards.verifiers.math.units import SINGLE_LETTERS, Unit, is_unit_name, read_unit
 
@@ -32,6 +33,10 @@ _ALL_REALS = frozenset({"all real numbers", "all reals", "all real"})
 _OPEN = {"(": "(", "[": "[", "\\{": "{", "{": "{", "<(": "("}
 _CLOSE = {")": ")", "]": "]", "\\}": "}", "}": "}", ")>": ")"}
 _TEMPERATURES = {"c": "degC", "f": "degF"}
+_ACCENTS = frozenset(
+    ["angle", "measuredangle", "overline", "triangle", "vec", "hat", "widehat", "overrightarrow", "dot"]
+)
+_SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _MATRICES = frozenset(["matrix", "pmatrix", "bmatrix", "Bmatrix", "vmatrix", "Vmatrix", "smallmatrix", "array"])
 
 
@@ -112,6 +117,8 @@ def _read(tokens: list[Token], depth: int) -> Any:
                 Collection(items, joined_by="or" if "or" in joins else "and" if "and" in joins else ",")
             )
         tokens = _trim(filled[0]) if filled else []
+        if not tokens:
+            return Unread("empty")
     return _read_single(tokens, depth)
 
 
@@ -150,7 +157,7 @@ def _read_single(tokens: list[Token], depth: int) -> Any:
     parts, unions = _split(tokens, lambda token: token.kind == "op" and token.text == "cup")
     if unions:
         return Union(tuple(_read(part, depth + 1) for part in parts))
-    special = _special(tokens)
+    special = _special(tokens) or _ratio(tokens, depth)
     if special is not None:
         return special
     enclosed = _enclosed(tokens, depth)
@@ -168,6 +175,20 @@ def _special(tokens: list[Token]) -> Any:
     if texts[:1] == ["mathbb"] and len(texts) == 2:
         return Text(f"\\mathbb {texts[1]}")
     return None
+
+
+def _ratio(tokens: list[Token], depth: int) -> Any:
+    """Read ``3:2`` as 3/2 and ``1:2:3`` as proportions; ``10:30`` may be a time of day and stays as it is written."""
+    parts, colons = _split(tokens, lambda token: token.kind == "op" and token.text == ":")
+    if not colons or any(not part for part in parts):
+        return None
+    if len(parts) == 2 and len(parts[1]) == 1 and len(parts[1][0].text) == 2:
+        return None
+    items = [_read(part, depth + 1) for part in parts]
+    if not all(isinstance(item, Quantity) and not item.unit and not item.percent for item in items):
+        return None
+    shares = tuple(Quantity(("mul", [(items[0].node, False), (item.node, True)])) for item in items[1:])
+    return shares[0] if len(shares) == 1 else Collection(shares, ":", ":")
 
 
 def _relation(sides: list[list[Token]], ops: list[str], depth: int) -> Any:
@@ -195,17 +216,17 @@ def _name(tokens: list[Token]) -> str | None:
         return texts[0] if single else None
     if kinds[0] == "letters" and all(kind in ("letters", "word") for kind in kinds):
         return " ".join(texts).lower()
-    if texts[0] in ("angle", "overline", "triangle"):
+    if texts[0] in _ACCENTS:
         return "".join(texts)
     if kinds[0] in ("sym", "word") or (kinds[0] == "letters" and texts[0].isupper()) or texts[0] == "(":
         rest = texts[1:]
-        if rest[:1] == ["_"] and (len(rest) == 2 or (rest[1] == "{" and "}" in rest)):
+        if rest[:1] == ["_"] and (len(rest) == 2 or (rest[1:2] == ["{"] and "}" in rest)):
             after = 2 if rest[1] != "{" else rest.index("}") + 1
             rest = rest[after:]
         if not rest:
             return "".join(texts)
-        if rest[0] == "(" and rest[-1] == ")" and "(" not in rest[1:]:
-            return "".join(texts)  # f(x), P(A)
+        if rest[0] == "(" and rest[-1] == ")" and not {"(", "+", "-", "*", "/", "^"}.intersection(rest[1:]):
+            return "".join(texts)  # f(x), P(A); x(x+1) = 5 is an equation for x
         if rest[0] == "^" and "(" in rest and rest[-1] == ")" and "-" in rest[: rest.index("(")]:
             return "".join(texts)  # f^{-1}(x)
         if set(rest) <= {"'"} or (rest[0] == "'" and rest[-1] == ")"):
@@ -240,13 +261,24 @@ def _enclosed(tokens: list[Token], depth: int) -> Any:
     if not inner:
         return Collection((), "{", "}") if opening == "{" else None
     if any(token.kind == "op" and token.text in ("|", ":") for token in inner) and opening == "{":
-        return Unread("a set described by a condition")
+        return _set_by_condition(inner, depth)
     if separators:
         return Collection(tuple(_read(part, depth + 1) for part in parts), opening, closing)
     content = _read(inner, depth + 1)
     if opening == "{":
         return Collection((content,), "{", "}") if first.text == "\\{" else content
     return content
+
+
+def _set_by_condition(inner: list[Token], depth: int) -> Any:
+    r"""Read ``\{x \mid x > 3\}`` as its condition, if the set ranges over the reals."""
+    (head, *conditions), _ = _split(inner, lambda token: token.kind == "op" and token.text in ("|", ":"))
+    texts = [token.text for token in head if token.text not in ("{", "}")]
+    over_reals = texts[1:] in ([], ["in", "mathbb", "R"], ["in", "R"])
+    if len(conditions) != 1 or not texts or head[0].kind != "sym" or not over_reals:
+        return Unread("a set described by a condition")
+    condition = _read(conditions[0], depth + 1)
+    return condition if isinstance(condition, (Relation, Collection)) else Unread("a set described by a condition")
 
 
 def _one_pair(tokens: Sequence[Token]) -> bool:
@@ -303,6 +335,10 @@ def _quantity(tokens: list[Token]) -> Any:
             if any(token.kind in ("word", "letters") for token in rest)
             else Unread("trailing symbols")
         )
+    if rest and rest[0].text.lower() in _SCALES:  # 1.5 million dollars
+        scale = number(_SCALES[rest[0].text.lower()])
+        parsed.branches = tuple(("mul", [(node, False), (scale, False)]) for node in parsed.branches)
+        rest = rest[1:]
     if rest:
         unit = read_unit(rest) or unit
         if unit is None:

@@ -12,9 +12,7 @@ from typing import Any
 
 from trl_grpo_ext.rewards.killable import CallOutcome, KillableWorkers
 
-_WORKERS = KillableWorkers(
-    num_workers=1, preload=("trl_grpo_ext.rewards.verifiers.math.symbolic", "math_verify"), memory_gib=1.5
-)
+_WORKERS = KillableWorkers(num_workers=1, preload=(f"{__name__}:exercise",), memory_gib=1.5)
 
 
 def same_symbolically(gold: str, answer: str, timeout_s: float) -> CallOutcome:
@@ -34,6 +32,16 @@ def same_symbolically(gold: str, answer: str, timeout_s: float) -> CallOutcome:
 def warm_up() -> None:
     """Start the worker, which takes a second or two, before the first answer needs it."""
     _WORKERS.warm_up()
+
+
+def exercise() -> None:
+    """Compare a few pairs, so that workers are born with what SymPy and the LaTeX grammar load on first use."""
+    for gold, answer in (
+        ("\\frac{1}{2}", "\\int_0^1 x\\,dx"), ("55", "\\sum_{k=1}^{10} k"), ("1", "\\lim_{x\\to 0}\\frac{\\sin x}{x}"),
+        ("x < 2", "3x < 6"), ("(0,1)", "0 < x < 1"), ("-2", "\\det\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}"),
+        ("2\\sqrt{3}", "\\sqrt{12}"), ("\\{1,2\\}", "\\{2,3\\}"), ("(x+1)^2", "x^2+2x+2"),
+    ):  # fmt: skip
+        decide(gold, answer)
 
 
 def decide(gold: str, answer: str) -> str:
