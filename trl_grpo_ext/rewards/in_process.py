@@ -21,7 +21,7 @@ from typing import Any
 from trl_grpo_ext.rewards.coerce import coerce_rewards
 from trl_grpo_ext.rewards.dispatch import Record, read_record
 from trl_grpo_ext.rewards.outcome import Failure
-from trl_grpo_ext.rewards.worker import LogRecorder, call_keywords, failure_of, judge, record_of
+from trl_grpo_ext.rewards.worker import LogRecorder, call_keywords, contained, failure_of, judge, record_of
 
 
 class OutOfTimeError(BaseException):
@@ -135,7 +135,7 @@ class InProcessScoring:
         """Run an awaitable on the other thread's loop; stop waiting when the time is up, even if it does not react."""
 
         async def limited() -> Any:
-            return await asyncio.wait_for(awaitable, limit_s)
+            return await asyncio.wait_for(contained(awaitable), limit_s)
 
         if self.loop is None:
             return asyncio.run(limited())

@@ -33,6 +33,7 @@ _BOOT = (
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _SEND_TIMEOUT_S = 60.0
 _STATUS_WAIT_S = 0.5
+_PID_WAIT_S = 5.0
 
 
 class Worker:
@@ -233,7 +234,10 @@ class WorkerPool:
         return [worker for worker in self._workers.values() if worker.job is not None]
 
     def pids(self) -> list[int]:
-        """Return the process numbers of the workers that have reported theirs."""
+        """Return the process numbers of the workers; wait for those that have only just been asked for."""
+        end = time.monotonic() + _PID_WAIT_S
+        while any(worker.pid is None for worker in self._workers.values()) and time.monotonic() < end:
+            self._backlog = self.wait(0.05, only_control=True)
         return [worker.pid for worker in self._workers.values() if worker.pid is not None]
 
     def submit(self, worker: Worker, job: Any, message: dict[str, Any]) -> bool:
@@ -255,7 +259,7 @@ class WorkerPool:
         """End a worker now, whatever it is doing; it is replaced by the next ``fill``."""
         if worker.number not in self._workers:
             return
-        end = time.monotonic() + 5
+        end = time.monotonic() + _PID_WAIT_S
         while worker.pid is None and time.monotonic() < end and worker.number in self._workers:
             self._backlog = self.wait(0.05, only_control=True)
         if worker.pid is not None:

@@ -126,7 +126,8 @@ class RewardRunner:
 
     def worker_pids(self) -> list[int]:
         """Return the process numbers of the workers."""
-        return [] if self._pool is None else self._pool.pids()
+        with self._lock:
+            return [] if self._pool is None else self._pool.pids()
 
     def close(self) -> None:
         """End the workers and write the cache. Safe to call twice; also done when the interpreter exits."""

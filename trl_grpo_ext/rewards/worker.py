@@ -88,7 +88,7 @@ class _Worker:
         try:
             output = function(**call_keywords(job, None, recorder))
             if inspect.isawaitable(output):
-                output = self._event_loop().run_until_complete(_awaited(output))
+                output = self._event_loop().run_until_complete(contained(output))
             records = [record_of(value) for value in coerce_rewards(output, job["num_samples"])]
         except BaseException as error:
             self._reply({"whole_failure": list(failure_of(error))}, last=True)
@@ -107,7 +107,7 @@ class _Worker:
                     recorder = LogRecorder()
                     output = function(**call_keywords(job, position, recorder))
                     if inspect.isawaitable(output):
-                        output = self._event_loop().run_until_complete(_awaited(output))
+                        output = self._event_loop().run_until_complete(contained(output))
                     reply["score"] = record_of(coerce_rewards(output, 1)[0])
                     if recorder.calls:
                         reply["logs"] = recorder.calls
@@ -125,7 +125,7 @@ class _Worker:
             recorder = LogRecorder()
             try:
                 call = function(**call_keywords(job, position, recorder))
-                output = await asyncio.wait_for(call, job["timeout_s"])
+                output = await asyncio.wait_for(contained(call), job["timeout_s"])
                 reply["score"] = record_of(coerce_rewards(output, 1)[0])
                 if recorder.calls:
                     reply["logs"] = recorder.calls
@@ -219,6 +219,8 @@ def call_keywords(job: dict[str, Any], position: int | None, recorder: LogRecord
 
 def failure_of(error: BaseException, *, loading: bool = False) -> Failure:
     """Return the reason and the text for an exception that a reward raised."""
+    if isinstance(error, ContainedError):
+        error = error.original
     if isinstance(error, ShapeError):
         return Failure("bad_value", str(error))
     if isinstance(error, SystemExit):
@@ -242,5 +244,17 @@ def seed_everything(seed: int | None, position: int = 0) -> None:
         torch.manual_seed(number)
 
 
-async def _awaited(awaitable: Any) -> Any:
-    return await awaitable
+class ContainedError(Exception):
+    """Carries an exit out of a coroutine: asyncio would let it end the loop, and with it the process."""
+
+    def __init__(self, original: BaseException) -> None:
+        super().__init__(repr(original))
+        self.original = original
+
+
+async def contained(awaitable: Any) -> Any:
+    """Return the result of an awaitable; SystemExit and KeyboardInterrupt come as ContainedError."""
+    try:
+        return await awaitable
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise ContainedError(error) from error
