@@ -32,7 +32,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
 _LAYERS = ("namespaces", "landlock", "seccomp")
 
 _ALWAYS_OPEN = (
-    "a hole in the kernel's system calls that are allowed (use gVisor or a virtual machine against a determined attacker)",
+    "a hole in the kernel's system calls that are allowed (gVisor or a virtual machine is for that)",
     "timing and load: a program sees the clock and the number of processors, and uses its CPU time",
 )
 _OPEN: dict[str, tuple[str, ...]] = {
@@ -70,7 +70,6 @@ class SandboxReport:
     leaves_open: tuple[str, ...]
     canary: int = 0
     start_s: float = 0.0
-
 
     def lines(self) -> list[str]:
         """Return the report as lines of text, for a log or a terminal."""
@@ -139,8 +138,8 @@ def _refusal(layers: Mapping[str, str | None], wish: str, through: list[str]) ->
     wanted = "no safe backend" if wish == "auto" else f"the backend {wish!r} is not to be had"
     return (
         f"code sandbox: {wanted} on this machine ({what}). Programs are not run. What helps: a kernel with Landlock "
-        "(5.13 or newer; Docker allows it by default) or user namespaces ('docker run --security-opt seccomp=unconfined'),"
-        " a remote runner (docs/sandbox.md), or sandbox='unsafe' to run programs with your own rights"
+        "(5.13 or newer; Docker allows it by default) or user namespaces ('docker run --security-opt "
+        "seccomp=unconfined'), a remote runner (docs/sandbox.md), or sandbox='unsafe' to run them with your own rights"
     )
 
 
@@ -210,6 +209,6 @@ def platform_reason() -> str | None:
     if sys.platform.startswith("linux"):
         return None
     return (
-        f"the local code sandbox needs Linux; this is {sys.platform}. Run the training in a Linux container or WSL 2, or "
-        "give the reward a remote runner (docs/sandbox.md)"
+        f"the local code sandbox needs Linux; this is {sys.platform}. Run the training in a Linux container or WSL 2, "
+        "or give the reward a remote runner (docs/sandbox.md)"
     )

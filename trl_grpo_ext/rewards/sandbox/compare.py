@@ -1,7 +1,7 @@
 """Comparison of a program's output with the expected one, outside the program's process.
 
-The whole output is compared, line counts included: pairing up lines and ignoring what is left over gives full reward for
-printing the first line alone.
+The whole output is compared, line counts included: pairing up lines and ignoring what is left over gives full reward
+for printing the first line alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def check_mode(mode: str) -> None:
     """
     if mode not in OUTPUT_MODES:
         raise ConfigurationError(
-            f"output={mode!r} is no comparison; it must be one of {', '.join(OUTPUT_MODES)}." + nearest(mode, OUTPUT_MODES)
+            f"output={mode!r} is no comparison; it must be one of {', '.join(OUTPUT_MODES)}."
+            + nearest(mode, OUTPUT_MODES)
         )
 
 

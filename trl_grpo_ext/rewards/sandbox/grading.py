@@ -7,7 +7,7 @@ fault, which takes the sample out. A program must not be able to turn one into t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,12 +70,15 @@ class InputOutput:
         mode: see ``compare.same_output``.
         rel_tol: relative tolerance for floats.
         abs_tol: absolute tolerance for floats.
+        budget_s: seconds for all inputs together (CPU time, or time asleep where that is more); each input has the
+            limits of a program besides.
     """
 
     cases: tuple[tuple[str, str], ...]
     mode: str = "lines"
     rel_tol: float = 0.0
     abs_tol: float = 0.0
+    budget_s: float = 20.0
 
 
 Tests = Statements | Calls | InputOutput
@@ -90,7 +93,7 @@ def task_of(tests: Statements | Calls, *, stop_early: bool) -> dict[str, Any]:
     """Return the message for the judge.
 
     Raises:
-        codec.Opaque: if an argument or expected value is no built-in value.
+        codec.OpaqueError: if an argument or expected value is no built-in value.
     """
     if isinstance(tests, Statements):
         return {
@@ -130,18 +133,20 @@ def grade(source: str, tests: Tests, *, stop_early: bool) -> Generator[Script | 
         return (yield from _grade_output(source, tests, stop_early))
     try:
         task = task_of(tests, stop_early=stop_early)
-    except codec.Opaque as error:
+    except codec.OpaqueError as error:
         return TestOutcome(0, num_tests(tests), "test_error", str(error), fault=True)
     result: JudgedResult = yield Judged(source, task)
     return judge_outcome(result, num_tests(tests))
 
 
-def _grade_output(
-    source: str, tests: InputOutput, stop_early: bool
-) -> Generator[Script | Judged, Any, TestOutcome]:
-    passed, reason, detail = 0, "passed", ""
+def _grade_output(source: str, tests: InputOutput, stop_early: bool) -> Generator[Script | Judged, Any, TestOutcome]:
+    passed, reason, detail, spent_s = 0, "passed", "", 0.0
     for number, (given, expected) in enumerate(tests.cases, start=1):
+        if spent_s > tests.budget_s:
+            detail = detail or f"{number - 1} tests took {spent_s:.1f} s"
+            return TestOutcome(passed, len(tests.cases), "timeout" if reason == "passed" else reason, detail)
         result: ProgramResult = yield Script(source, given.encode("utf-8", "surrogatepass"))
+        spent_s += result.process.charged_s
         if result.reason == "sandbox_fault":
             return TestOutcome(passed, len(tests.cases), result.reason, result.process.detail, fault=True)
         if result.reason == "ok" and same_output(

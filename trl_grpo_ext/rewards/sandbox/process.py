@@ -130,12 +130,19 @@ class ForkServer:
         except OSError:
             message = b""
         if not message:
-            self._log.seek(0)
-            tail = self._log.read()[-1500:].decode(errors="replace").strip()
+            tail = self.log()
             self.close()
-            raise SandboxError(f"the sandbox's server did not start within {START_TIMEOUT_S:.0f} s: {tail or 'no message'}")
+            raise SandboxError(
+                f"the sandbox's server did not start within {START_TIMEOUT_S:.0f} s: {tail or 'no message'}"
+            )
         self._control.settimeout(None)
         return dict(json.loads(message)["layers"])
+
+    def log(self) -> str:
+        """Return the end of what the server wrote to its standard error."""
+        with contextlib.suppress(OSError, ValueError):
+            return os.pread(self._log.fileno(), 1 << 20, 0)[-1500:].decode(errors="replace").strip()
+        return ""
 
     @property
     def alive(self) -> bool:
@@ -210,12 +217,14 @@ class Confined:
         channel: bool = True,
     ) -> None:
         self.result: ProcessResult | None = None
+        self._server = server
         self._limits = limits
         self._end: End | None = None
         self._process_id = 0
         self._detail = "the process could not be confined"
         self._begin = time.monotonic()
         self._running = False
+        self._waited_s = 0.0
         self._buffers: dict[int, bytearray] = {}  # descriptor here: what was read
         self._sources: dict[int, int] = {}  # descriptor here: number in the child
         self._quiet: set[int] = set()  # descriptors with nothing more to say
@@ -268,12 +277,17 @@ class Confined:
             self._read(fd)
 
     def _on_lifeline(self) -> None:
-        try:
-            message, ancillary, _, _ = self._lifeline.recvmsg(4096, socket.CMSG_SPACE(_CREDENTIALS.size))
-        except BlockingIOError:
-            return
-        except OSError:
-            message, ancillary = b"", []
+        message, ancillary = b"", []
+        for _ in range(2):
+            try:
+                message, ancillary, _, _ = self._lifeline.recvmsg(4096, socket.CMSG_SPACE(_CREDENTIALS.size))
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                continue  # it ended as our order to kill it was under way; its report comes behind this error
+            except OSError:
+                pass
+            break
         if message == b"running":
             self._running, self._begin = True, time.monotonic()
             for level, kind, data in ancillary:
@@ -284,7 +298,8 @@ class Confined:
         elif message:
             self._on_report(json.loads(message))
         else:
-            self._finish(ProcessResult(End.FAULT, detail="the sandbox's server ended, or could not fork"))
+            detail = f"the sandbox's server ended, or could not fork {self._server.log()}"
+            self._finish(ProcessResult(End.FAULT, detail=detail))
 
     def _on_report(self, report: dict[str, Any]) -> None:
         for fd in list(self._buffers):
@@ -308,6 +323,7 @@ class Confined:
                 channel=output.get(3, b"")[:_CHANNEL_BYTES],
                 cpu_s=report["cpu_s"],
                 wall_s=time.monotonic() - self._begin,
+                waited_s=self._waited_s,
                 peak_rss_kib=report["rss_kib"],
                 detail="" if self._running else self._detail,
             )
@@ -339,12 +355,12 @@ class Confined:
             if elapsed > START_TIMEOUT_S:
                 self.kill(End.FAULT)
             return
-        cpu_s, waited_s, threads = _usage(self._process_id)
+        cpu_s, self._waited_s, threads = _usage(self._process_id)
         if cpu_s > self._limits.cpu_s:
             self.kill(End.CPU)
         elif threads > self._limits.threads + 1:
             self.kill(End.THREADS)
-        elif elapsed - waited_s > self._limits.effective_wall_s:
+        elif elapsed - self._waited_s > self._limits.effective_wall_s:
             self.kill(End.WALL)
 
     def kill(self, end: End) -> None:

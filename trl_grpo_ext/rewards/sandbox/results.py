@@ -49,6 +49,7 @@ class ProcessResult:
         channel: bytes that it sent over its private channel.
         cpu_s: CPU time, seconds.
         wall_s: wall time, seconds, queueing not included.
+        waited_s: part of it spent waiting for a processor, as last seen; the rest is the program's own.
         peak_rss_kib: peak resident memory; starts at the server's own.
         detail: what went wrong, for FAULT.
     """
@@ -61,8 +62,14 @@ class ProcessResult:
     channel: bytes = b""
     cpu_s: float = 0.0
     wall_s: float = 0.0
+    waited_s: float = 0.0
     peak_rss_kib: int = 0
     detail: str = ""
+
+    @property
+    def charged_s(self) -> float:
+        """Seconds that count against a budget: CPU time, or time asleep where that is more."""
+        return max(self.cpu_s, self.wall_s - self.waited_s)
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,11 @@ def _fork(_: dict[str, Any]) -> bool:
     return True
 
 
+def _signal(process: int) -> bool:
+    os.kill(process, 0)
+    return True
+
+
 def _sched(task: dict[str, Any]) -> bool:
     os.sched_setscheduler(task["victim"], os.SCHED_IDLE, os.sched_param(0))
     return True
@@ -75,9 +80,9 @@ def _attempts() -> dict[str, Callable[[dict[str, Any]], Any]]:
         "open a UDP socket": lambda _: socket.socket(socket.AF_INET, socket.SOCK_DGRAM),
         "open a netlink socket": lambda _: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW),
         "fork": _fork,
-        "signal another process": lambda task: os.kill(task["victim"], 0) is None,
+        "signal another process": lambda task: _signal(task["victim"]),
         "signal a thread of another process": lambda task: _call("tkill", task["victim"], 0) == 0,
-        "signal the parent": lambda _: os.kill(os.getppid(), 0) is None,
+        "signal the parent": lambda _: _signal(os.getppid()),
         "change another process's scheduling": _sched,
         "run a program": lambda _: os.execv(sys.executable, [sys.executable, "-c", "pass"]),
         "make an executable in memory": lambda _: os.memfd_create("canary") > 0,

@@ -121,13 +121,13 @@ class _Server:
                 reply = ["ok", self._encoder.encode(self._answer(*request))]
             except StopIteration:
                 reply = ["stop"]
-            except (codec.Opaque, RecursionError) as error:
-                reply = ["opaque", str(error)[:200]] if isinstance(error, codec.Opaque) else ["raise", *describe(error)]
+            except codec.OpaqueError as error:
+                reply = ["opaque", str(error)[:200]]
             except BaseException as error:
                 reply = ["raise", *describe(error)]
             try:
                 codec.send(CHANNEL, reply)
-            except codec.Opaque as error:
+            except codec.OpaqueError as error:
                 codec.send(CHANNEL, ["opaque", str(error)])
 
     def _answer(self, operation: str, target: Any, *rest: Any) -> Any:
@@ -178,7 +178,7 @@ def serve_calls(source: str) -> None:
         hello: list[Any] = ["ready"]
     except BaseException as error:
         hello = ["failed", *describe(error)]
-    with contextlib.suppress(codec.Closed):
+    with contextlib.suppress(codec.ClosedError):
         codec.send(CHANNEL, hello)
         if hello[0] == "ready":
             _Server(module.__dict__).serve()

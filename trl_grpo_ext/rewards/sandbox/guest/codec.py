@@ -1,8 +1,8 @@
 """The private channel between a program and its judge: length-prefixed frames of tagged JSON.
 
-Only exact built-in values come out of :func:`decode`: whatever a program's objects claim about themselves (an ``__eq__``
-that is always true, a subclass of ``int``), the judge compares plain values. There is no pickle. Sizes, depth and the
-number of nodes are limited on both sides; floats travel as hexadecimal text, so nothing is rounded.
+Only exact built-in values come out of a :class:`Decoder`: whatever a program's objects claim about themselves (an
+``__eq__`` that is always true, a subclass of ``int``), the judge compares plain values. There is no pickle. Sizes,
+depth and the number of nodes are limited on both sides; floats travel as hexadecimal text, so nothing is rounded.
 
     None, bool, str      themselves           ["l"|"t"|"s"|"z"|"q", ...]   list, tuple, set, frozenset, deque
     int                  number or ["i", hex]  ["d", [key, value], ...]     dict
@@ -43,11 +43,11 @@ class ProtocolError(Exception):
     """A frame that no honest peer sends: too large, too deep, unknown tag, or cut off."""
 
 
-class Opaque(Exception):
+class OpaqueError(Exception):
     """A value that cannot travel."""
 
 
-class Closed(Exception):
+class ClosedError(Exception):
     """The peer is gone."""
 
 
@@ -55,7 +55,7 @@ class Encoder:
     """Turns values into tagged JSON.
 
     Args:
-        handle: called with a value that is no built-in one; returns what stands for it, or raises :class:`Opaque`.
+        handle: called with a value that is no built-in one; returns what stands for it, or raises :class:`OpaqueError`.
     """
 
     def __init__(self, handle: Callable[[Any], list[Any]]) -> None:
@@ -66,7 +66,7 @@ class Encoder:
         """Return the tagged form of one value.
 
         Raises:
-            Opaque: if it is too large, too deep, or of a kind that cannot travel.
+            OpaqueError: if it is too large, too deep, or of a kind that cannot travel.
         """
         self._nodes = 0
         return self._encode(value, 0)
@@ -74,7 +74,7 @@ class Encoder:
     def _encode(self, value: Any, depth: int) -> Any:
         self._nodes += 1
         if depth > MAX_DEPTH or self._nodes > MAX_NODES:
-            raise Opaque("the value is nested too deeply" if depth > MAX_DEPTH else "the value has too many parts")
+            raise OpaqueError("the value is nested too deeply" if depth > MAX_DEPTH else "the value has too many parts")
         kind = type(value)
         if value is None or kind is bool or kind is str:
             return value
@@ -218,9 +218,9 @@ def no_handle(value: Any) -> list[Any]:
     """Refuse every value that is no built-in one; for an :class:`Encoder` without handles.
 
     Raises:
-        Opaque: always.
+        OpaqueError: always.
     """
-    raise Opaque(f"a value of type {type(value).__name__} cannot be passed")
+    raise OpaqueError(f"a value of type {type(value).__name__} cannot be passed")
 
 
 def _refuse_number(text: str) -> Any:
@@ -237,11 +237,11 @@ def dumps(message: Any) -> bytes:
     """Return a message of JSON values (already encoded) as bytes.
 
     Raises:
-        Opaque: if it exceeds the frame size.
+        OpaqueError: if it exceeds the frame size.
     """
     body = _dumps(message).encode("ascii")
     if len(body) > MAX_FRAME_BYTES:
-        raise Opaque("the value is too large")
+        raise OpaqueError("the value is too large")
     return body
 
 
@@ -263,8 +263,8 @@ def send(fd: int, message: Any) -> None:
     """Write one frame.
 
     Raises:
-        Opaque: if the message exceeds the frame size; nothing was written.
-        Closed: if the peer is gone.
+        OpaqueError: if the message exceeds the frame size; nothing was written.
+        ClosedError: if the peer is gone.
     """
     body = dumps(message)
     view = memoryview(_HEADER.pack(len(body)) + body)
@@ -272,14 +272,14 @@ def send(fd: int, message: Any) -> None:
         while view:
             view = view[os.write(fd, view) :]
     except OSError:
-        raise Closed from None
+        raise ClosedError from None
 
 
 def receive(fd: int) -> Any:
     """Read one frame.
 
     Raises:
-        Closed: if the peer is gone, also in the middle of a frame.
+        ClosedError: if the peer is gone, also in the middle of a frame.
         ProtocolError: if the frame is malformed or larger than allowed.
     """
     (length,) = _HEADER.unpack(_read_exactly(fd, _HEADER.size))
@@ -294,9 +294,9 @@ def _read_exactly(fd: int, count: int) -> bytes:
         try:
             part = os.read(fd, min(count, 1 << 20))
         except OSError:
-            raise Closed from None
+            raise ClosedError from None
         if not part:
-            raise Closed
+            raise ClosedError
         parts.append(part)
         count -= len(part)
     return b"".join(parts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import functools
 import importlib
 import random
 import sys
@@ -23,9 +24,9 @@ PROGRAM = 4  # descriptor of the channel to the program
 VERDICT = 3  # descriptor of the channel to the client
 
 # Modules that tests use without importing them, because the program usually does.
-_USUAL_MODULES = frozenset(
+_USUAL_MODULES = (
     "math cmath re string random itertools functools collections heapq bisect operator copy json datetime decimal "
-    "fractions statistics typing sys time inspect".split()
+    "fractions statistics typing sys time inspect"
 )
 
 
@@ -63,6 +64,7 @@ def equal(expected: Any, got: Any, *, rel_tol: float, abs_tol: float, loose_sequ
         loose_sequences: a tuple equals a list of the same items, as JSON cannot tell them apart.
     """
     sequences = (list, tuple)
+    options: Any = {"rel_tol": rel_tol, "abs_tol": abs_tol, "loose_sequences": loose_sequences}
     if isinstance(expected, (int, float)) and isinstance(got, (int, float)):
         if expected == got:
             return True
@@ -72,14 +74,17 @@ def equal(expected: Any, got: Any, *, rel_tol: float, abs_tol: float, loose_sequ
     if isinstance(expected, sequences) and isinstance(got, sequences):
         if not loose_sequences and type(expected) is not type(got):
             return False
-        options = {"rel_tol": rel_tol, "abs_tol": abs_tol, "loose_sequences": loose_sequences}
         return len(expected) == len(got) and all(
             equal(one, other, **options) for one, other in zip(expected, got, strict=True)
         )
     if isinstance(expected, dict) and isinstance(got, dict):
-        options = {"rel_tol": rel_tol, "abs_tol": abs_tol, "loose_sequences": loose_sequences}
         return expected.keys() == got.keys() and all(equal(expected[key], got[key], **options) for key in expected)
     return type(expected) is type(got) and bool(expected == got)
+
+
+def _passes(code: Any, namespace: dict[str, Any]) -> bool:
+    exec(code, namespace)
+    return True
 
 
 def _outcome(error: BaseException) -> str:
@@ -104,7 +109,7 @@ def _outcome(error: BaseException) -> str:
     return named.get(remote, "runtime_error")
 
 
-class SetUpFailed(Exception):
+class SetUpError(Exception):
     """The tests' definitions used the program, and it failed them."""
 
     def __init__(self, outcome: str, detail: str) -> None:
@@ -125,7 +130,7 @@ class _Judgement:
         """Run every test; stop early if asked to, or once the program is gone."""
         try:
             steps = list(self._steps())
-        except SetUpFailed as error:
+        except SetUpError as error:
             self.outcomes, self.detail = [error.outcome], str(error)
             return
         for number, step in enumerate(steps):
@@ -148,7 +153,7 @@ class _Judgement:
         names = free_names([*task["setup"], *task["tests"]])
         if task["entry_point"]:
             names.add(task["entry_point"])
-        for name in names & _USUAL_MODULES:
+        for name in names & set(_USUAL_MODULES.split()):
             namespace[name] = importlib.import_module(name)
         remote = {name: self._peer.name(name) for name in names - namespace.keys()}
         namespace.update(remote)
@@ -159,7 +164,7 @@ class _Judgement:
             namespace[task["entry_point"]] = self._peer.name(task["entry_point"])
         for source in task["tests"]:
             code = compile(source, "<test>", "exec", dont_inherit=True)
-            yield lambda code=code: exec(code, namespace) is None
+            yield functools.partial(_passes, code, namespace)
 
     def _set_up(self, source: str, namespace: dict[str, Any]) -> None:
         """Run the tests' own definitions. What fails before the program was asked anything is the tests' fault."""
@@ -169,12 +174,12 @@ class _Judgement:
         except BaseException as error:
             if self._peer.calls == calls:
                 raise
-            raise SetUpFailed(_outcome(error), f"{type(error).__name__}: {error}"[:300]) from None
+            raise SetUpError(_outcome(error), f"{type(error).__name__}: {error}"[:300]) from None
 
     def _calls(self) -> Any:
         task = self._task
         decoder = codec.Decoder(lambda *_: None)
-        options = {"rel_tol": task["rel_tol"], "abs_tol": task["abs_tol"], "loose_sequences": task["loose_sequences"]}
+        options: Any = {name: task[name] for name in ("rel_tol", "abs_tol", "loose_sequences")}
         for case in task["cases"]:
             arguments, keywords, expected = (decoder.decode(case[key]) for key in ("args", "kwargs", "expected"))
 
@@ -205,5 +210,5 @@ def run(task: dict[str, Any]) -> None:
     except BaseException as error:  # the tests themselves cannot be run
         result["fault"] = f"{type(error).__name__}: {error}"[:300]
     result.update(outcomes=judgement.outcomes, detail=judgement.detail, calls=peer.calls)
-    with contextlib.suppress(codec.Closed):
+    with contextlib.suppress(codec.ClosedError):
         codec.send(VERDICT, result)

@@ -60,8 +60,8 @@ def _handled(version: int) -> tuple[int, int, int]:
 class Ruleset:
     """A prepared ruleset: made once by the server, enforced by each child on itself.
 
-    Each enforcing makes a domain of its own, so that siblings are out of reach of each other's signals, abstract sockets
-    and ptrace as well.
+    Each enforcing makes a domain of its own, so that siblings are out of reach of each other's signals, abstract
+    sockets and ptrace as well.
 
     Args:
         readable: files and trees that may be read; those that do not exist are left out.

@@ -24,7 +24,7 @@ class CandidateError(Exception):
 
 
 class CandidateGone(BaseException):
-    """The program's process ended, or spoke nonsense. Not an Exception: a test's ``except Exception`` must not hide it."""
+    """The program's process ended, or spoke nonsense. No Exception: a test's ``except Exception`` must not hide it."""
 
 
 class OpaqueComparison(BaseException):
@@ -78,9 +78,9 @@ class Peer:
         try:
             request = [operation, target, *[self._encoder.encode(value) for value in values]]
             codec.send(self._fd, request)
-        except codec.Opaque as error:
+        except codec.OpaqueError as error:
             raise Unpassable(str(error)) from None
-        except codec.Closed:
+        except codec.ClosedError:
             raise CandidateGone from None
         reply = self._receive()
         if type(reply) is not list or not reply:
@@ -101,7 +101,7 @@ class Peer:
     def _receive(self) -> Any:
         try:
             return codec.receive(self._fd)
-        except (codec.Closed, codec.ProtocolError):
+        except (codec.ClosedError, codec.ProtocolError):
             raise CandidateGone from None
 
     def _proxy(self, number: int, type_name: str, kind: str) -> Proxy:
@@ -130,7 +130,7 @@ def _own_handle(value: Any) -> Any:
         return object.__getattribute__(value, "_target")
     if hasattr(type(value), "__next__"):  # map, zip, a generator: what is in it can travel
         return ["l", *[codec.Encoder(codec.no_handle).encode(item) for item in _bounded(value)]]
-    raise codec.Opaque(f"an argument of type {type(value).__name__} cannot be passed to the program")
+    raise codec.OpaqueError(f"an argument of type {type(value).__name__} cannot be passed to the program")
 
 
 def _bounded(iterator: Any) -> list[Any]:
@@ -138,7 +138,7 @@ def _bounded(iterator: Any) -> list[Any]:
     for item in iterator:
         items.append(item)
         if len(items) > 100_000:
-            raise codec.Opaque("an iterator with more than 100,000 items cannot be passed to the program")
+            raise codec.OpaqueError("an iterator with more than 100,000 items cannot be passed to the program")
     return items
 
 

@@ -59,7 +59,7 @@ def _load(offset: int) -> Instruction:
 
 
 def _low(argument: int) -> Instruction:
-    """Load the low half of an argument: all the kernel looks at where the parameter is an int (both are little-endian)."""
+    """Load the low half of an argument: all the kernel looks at where the parameter is an int (little-endian)."""
     return _load(_OFFSET_ARGS + 8 * argument)
 
 
@@ -180,14 +180,14 @@ class _SockProgram(ctypes.Structure):
 
 
 class Template:
-    """A filter built once in the server and completed with each child's pid (building anew would cost a millisecond)."""
+    """A filter built once in the server and completed with each child's pid (building it costs a millisecond)."""
 
     _PLACE = 0x7FFFFFF1  # no pid: the kernel's limit is 2**22
 
     def __init__(self, machine: Machine, *, paths: bool, scratch: bool) -> None:
         program = build(machine, own_pid=self._PLACE, paths=paths, scratch=scratch)
         self.number = syscalls.number("seccomp", machine) or 0
-        self._filters = (_SockFilter * len(program))(*program)
+        self._filters = (_SockFilter * len(program))(*(_SockFilter(*step) for step in program))
         self._places = [index for index, step in enumerate(program) if step.operand == self._PLACE]
 
     def install(self, own_pid: int) -> None:

@@ -22,26 +22,30 @@ import socket
 import sys
 from typing import Any, NoReturn
 
-from . import candidate, canary, codec, judge, landlock, namespaces, privileges, runtime, seccomp, syscalls
+from . import canary, candidate, codec, judge, landlock, namespaces, privileges, runtime, seccomp, syscalls
 from .libc import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, prctl
 
 # Imported before the first fork, so that programs need not open files for them (where opening is forbidden, these are
 # all that programs have), and import them at no cost.
-PRELOADED = """
+_PRELOADED = """
     abc argparse array ast base64 binascii bisect builtins calendar cmath codecs collections collections.abc contextlib
     contextvars copy csv dataclasses datetime decimal difflib enum errno fractions functools gc getpass graphlib hashlib
     heapq hmac html inspect io itertools json keyword linecache locale logging math numbers operator os os.path pprint
     queue random re sched secrets select shlex signal statistics string struct sys tempfile textwrap threading time
     timeit token tokenize traceback types typing unicodedata uuid warnings weakref zlib ctypes resource shutil socket
     platform pickle copyreg reprlib opcode dis zoneinfo
-""".split()
+"""
 # Also imported where opening files is forbidden: they cost more than they are used.
-PRELOADED_WITHOUT_OPEN = """
-    asyncio concurrent.futures unittest doctest multiprocessing xml.etree.ElementTree gzip bz2 lzma glob fnmatch html.parser html.entities
-    pathlib subprocess urllib.parse ipaddress optparse cmd pdb bdb code codeop configparser email http.client
-    stringprep colorsys mmap fileinput filecmp getopt gettext ssl sqlite3 encodings.idna encodings.latin_1
-    encodings.ascii encodings.utf_16 encodings.cp1252
-""".split()
+_PRELOADED_WITHOUT_OPEN = """
+    asyncio concurrent.futures unittest doctest multiprocessing xml.etree.ElementTree xml.dom.minidom gzip bz2 lzma
+    zipfile tarfile glob fnmatch html.parser html.entities pathlib subprocess urllib.parse ipaddress optparse cmd pdb
+    bdb code codeop configparser email http.client stringprep colorsys mmap fileinput filecmp getopt gettext ssl sqlite3
+    plistlib quopri wave netrc mimetypes imaplib smtplib socketserver tracemalloc cProfile pstats profile symtable
+    sysconfig site runpy pkgutil importlib.resources importlib.metadata zipimport faulthandler curses.ascii
+    encodings.idna encodings.latin_1 encodings.ascii encodings.utf_16 encodings.utf_32 encodings.cp1252 encodings.cp437
+    encodings.utf_8_sig encodings.hex_codec encodings.rot_13 encodings.base64_codec encodings.unicode_escape
+    encodings.raw_unicode_escape encodings.punycode
+"""
 _MAX_DESCRIPTORS = 1024
 _KINDS = {"script": candidate.run_script, "calls": candidate.serve_calls}
 
@@ -145,7 +149,9 @@ def _prepare_children(layers: Layers, needed: runtime.Runtime, folder: str) -> N
 
 def _take_descriptors(targets: list[int], received: list[int], null: int) -> None:
     """Place received descriptors at their target numbers, /dev/null at what is left of 0 to 2, and close the rest."""
-    sources = {target: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 256) for target, fd in zip(targets, received, strict=True)}
+    sources = {
+        target: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 256) for target, fd in zip(targets, received, strict=True)
+    }
     for standard in (0, 1, 2):
         sources.setdefault(standard, fcntl.fcntl(null, fcntl.F_DUPFD_CLOEXEC, 256))
     for target, fd in sources.items():
@@ -188,8 +194,8 @@ def _child(order: dict[str, Any], received: list[int], layers: Layers, null: int
     except BaseException as error:
         os.write(lifeline, f"failed: {error!r}".encode()[:1000])
         os._exit(0)
-    # All layers are on. The client takes an end before this message for a fault of ours, and learns the process id as seen
-    # from outside from the credentials that come with it.
+    # All layers are on. The client takes an end before this message for a fault of ours, and learns the process id as
+    # seen from outside from the credentials that come with it.
     os.write(lifeline, b"running")
     os.close(lifeline)
     kind = order["kind"]
@@ -259,7 +265,9 @@ class Server:
 
     def _take_order(self) -> bool:
         fds = array.array("i")
-        message, ancillary, _, _ = self._control.recvmsg(4096, socket.CMSG_SPACE(16 * fds.itemsize), socket.MSG_CMSG_CLOEXEC)
+        message, ancillary, _, _ = self._control.recvmsg(
+            4096, socket.CMSG_SPACE(16 * fds.itemsize), socket.MSG_CMSG_CLOEXEC
+        )
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
@@ -331,10 +339,10 @@ def main() -> None:
     os.environ.pop("LD_LIBRARY_PATH", None)  # the interpreter needed it to start; programs do not
     with contextlib.suppress(OSError):
         os.setsid()
-    folders = preload(PRELOADED, config["packages"], config["package_path"])
+    folders = preload(_PRELOADED.split(), config["packages"], config["package_path"])
     layers = confine(config, folders, control)
     if not (layers.in_namespace or layers.ruleset):
-        preload(PRELOADED_WITHOUT_OPEN, [], [])
+        preload(_PRELOADED_WITHOUT_OPEN.split(), [], [])
     gc.collect()
     gc.freeze()
     control.send(json.dumps({"layers": layers.report, "preloaded": len(sys.modules)}).encode())

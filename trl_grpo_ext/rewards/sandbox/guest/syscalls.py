@@ -188,7 +188,7 @@ NUMBERS: dict[str, tuple[int | None, int | None]] = {
 }
 
 # Allowed whatever the arguments.
-ALWAYS = """
+_ALWAYS = """
     read write readv writev pread64 pwrite64 preadv pwritev close close_range lseek fstat dup dup2 dup3 pipe pipe2
     brk mmap munmap mremap mprotect madvise
     rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigtimedwait rt_sigsuspend sigaltstack pause alarm
@@ -197,17 +197,20 @@ ALWAYS = """
     getresuid getresgid getpgrp membarrier exit exit_group restart_syscall wait4 waitid sched_yield
     sched_getaffinity getcpu getrandom uname sysinfo umask getrlimit setrlimit
     poll ppoll select pselect6 epoll_create1 epoll_ctl epoll_wait epoll_pwait eventfd2 recvfrom shutdown getcwd
-""".split()
+"""
 
 # Allowed where Landlock or a private root bounds what a path can reach.
-PATH_READING = """
+_PATH_READING = """
     newfstatat stat lstat statx access faccessat faccessat2 chdir readlink readlinkat getdents64
-""".split()
+"""
 
 # Allowed only to a program that was given a scratch directory of its own.
-SCRATCH = """
+_SCRATCH = """
     open openat ftruncate fsync fdatasync flock mkdir mkdirat rmdir unlink unlinkat rename renameat renameat2
-""".split()
+"""
+
+
+ALWAYS, PATH_READING, SCRATCH = _ALWAYS.split(), _PATH_READING.split(), _SCRATCH.split()
 
 
 def this_machine() -> Machine | None:
