@@ -82,7 +82,7 @@ class KillableWorkers:
 
         Args:
             num_workers: size, >= 1.
-            preload: modules that the template imports.
+            preload: modules that the template imports; ``"module:function"`` also calls a function, to fill caches.
             memory_gib: address space of a worker above what the template has; None sets no limit.
             start_timeout_s: most time that starting the template may take, its imports included. This is not part of
                 a call's deadline.
@@ -348,7 +348,10 @@ def serve_template(control_fd: int, parent_pid: int, preload: Sequence[str], mem
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         for name in preload:
-            importlib.import_module(name)
+            module, _, function = name.partition(":")
+            loaded = importlib.import_module(module)
+            if function:
+                getattr(loaded, function)()
     except BaseException as error:
         _send(control, {"error": f"{type(error).__name__}: {error}"})
         return

@@ -29,6 +29,7 @@ _INLINE_HASHES = re.compile(r"####(?!#)[ \t]*([^\n#]+)")
 _SENTENCE = re.compile(
     r"(?:\b(?:final|correct|right)?\s*\banswers?\b(?:\s+to\s+(?:the|this|your)\s+(?:question|problem))?\W{0,4}?\s*"
     r"(?:is|are|=|:|equals|would\s+be|should\s+be|must\s+be|will\s+be|comes\s+to)"
+    r"|\b(?:correct|right|best)\s+(?:option|choice)\s*(?:is|:)"
     r"|\b(?:la\s+respuesta\s+es|la\s+réponse\s+est|die\s+antwort\s+(?:ist|lautet)|la\s+risposta\s+è)"
     r"|答案(?:是|为|：|:))(?![A-Za-z])",
     re.IGNORECASE,
