@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from trl_grpo_ext.errors import ConfigurationError, DataError, MissingDependencyError, nearest
 
@@ -183,3 +184,26 @@ def _convert(weights: Path, target: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
     model.save_pretrained(str(target))
     tokenizer.save_pretrained(str(target))
+
+
+def check_tokenizer(tokenizer: Any, name: str, *, chat: bool) -> None:
+    """Make a tokenizer fit for generation, or say why it cannot be: end token, pad token, chat template.
+
+    A missing pad token becomes the end token, which is harmless: completions are cut at their first end token, so
+    that padding with the same id (SmolLM2 has it so) is never read as text.
+
+    Raises:
+        ConfigurationError: there is no end token, or chats are wanted and there is no template.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ConfigurationError(
+            f"model: the tokenizer of {name!r} has no end token, so that no completion would ever end; "
+            "set eos_token in its tokenizer_config.json"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if chat and not tokenizer.chat_template:
+        raise ConfigurationError(
+            f"model: the tokenizer of {name!r} has no chat template; set data.chat: false to train on plain text, or "
+            "take an instruction-tuned model"
+        )

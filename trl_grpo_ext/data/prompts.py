@@ -8,18 +8,7 @@ from typing import Any
 
 from trl_grpo_ext.data.spec import DataSpec
 from trl_grpo_ext.errors import DataError, nearest
-
-# Names under which TRL passes other things to a reward (or drops the column), so that a data column never arrives.
-RESERVED = (
-    "prompts",
-    "completions",
-    "completion",
-    "completion_ids",
-    "trainer_state",
-    "log_extra",
-    "log_metric",
-    "environments",
-)
+from trl_grpo_ext.rewards.columns import RESERVED_COLUMNS
 
 
 def is_template(prompt: str) -> bool:
@@ -41,7 +30,7 @@ def output_columns(spec: DataSpec, columns: Collection[str]) -> list[str]:
             )
     result = [name for name in columns if name not in _consumed(spec) and name not in spec.drop and name != "prompt"]
     for name in result:
-        if name in RESERVED:
+        if name in RESERVED_COLUMNS:
             raise DataError(
                 f"data: TRL reserves the name of the column {name!r}, so no reward would ever see it; rename it "
                 f"(columns: {{gold: {name}}}, or answer: {name}) or leave it out (drop: [{name}])"

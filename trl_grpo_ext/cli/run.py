@@ -1,0 +1,322 @@
+"""Train and evaluate a prepared recipe. It imports torch; what can be refused without, ``prepare`` refuses."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, set_seed
+
+from trl_grpo_ext.cli.outputs import load_before, save_before, save_model, write_results
+from trl_grpo_ext.cli.prepare import Prepared
+from trl_grpo_ext.cli.rundir import RunDirectory
+from trl_grpo_ext.config import GroupRelativeConfig
+from trl_grpo_ext.control import ShuffledRewardsTrainer
+from trl_grpo_ext.data.splits import to_dataset
+from trl_grpo_ext.errors import ConfigurationError, GroupRelativeError
+from trl_grpo_ext.models import check_tokenizer, resolve_model
+from trl_grpo_ext.monitor.callbacks import CheckpointMarker, MetricsWriter, ProgressCallback
+from trl_grpo_ext.monitor.evaluate import EvalResult, evaluate
+from trl_grpo_ext.monitor.generate import generate_completions
+from trl_grpo_ext.monitor.metrics_log import MetricsLog
+from trl_grpo_ext.monitor.progress import ProgressDisplay
+from trl_grpo_ext.recipe import Recipe
+from trl_grpo_ext.rewards.registry import unique_names
+from trl_grpo_ext.trainer import GroupRelativeTrainer
+
+# Weight 0: counted and logged on every training completion, without a say in the gradient.
+MONITORS = ("accuracy_strict", "accuracy_lenient")
+
+
+def run_training(
+    prepared: Prepared, directory: RunDirectory, *, control: bool = False, resume: bool = False
+) -> dict[str, Any]:
+    """Train a prepared recipe, evaluate it before and after, and write every result; return the summary.
+
+    Args:
+        prepared: from ``prepare``.
+        directory: an opened run directory.
+        control: True permutes the rewards within each step, so that nothing can be learnt.
+        resume: True keeps the evaluation before training that an earlier part of the run made.
+    """
+    started = time.monotonic()
+    console = Console(stderr=False)
+    _quieten()
+    recipe = prepared.recipe
+    set_seed(int(recipe.trainer.get("seed", 42)))
+    args = _trainer_config(recipe, directory.path)
+    say = _say_on_main(console, args)
+    counts = prepared.splits.counts
+    say(
+        f"{recipe.name}: {counts.train} training and {counts.held_out} held-out prompts from {recipe.data.source} "
+        f"({counts.read} rows, {counts.duplicates} duplicates)"
+    )
+    log = MetricsLog(directory.metrics)
+    trainer = _build_trainer(prepared, args, control, [CheckpointMarker(), MetricsWriter(log)], say)
+    display = ProgressDisplay(console, accuracy_key=_metric_key(trainer, MONITORS[0]))
+    trainer.add_callback(ProgressCallback(display))
+
+    before = load_before(directory.before) if resume else None
+    if before is None and recipe.eval.before:
+        before = _evaluate_trainer(trainer, prepared, say, "before training")
+        if before is not None and args.process_index == 0:
+            save_before(directory.before, before)
+
+    step = None if directory.checkpoint is None else int(directory.checkpoint.name.split("-")[-1])
+    if args.process_index == 0:
+        log.start(step)
+    if step is not None:
+        say(f"resuming from {directory.checkpoint}")
+    try:
+        trainer.train(resume_from_checkpoint=None if directory.checkpoint is None else str(directory.checkpoint))
+    except KeyboardInterrupt:
+        display.stop()
+        say(f"interrupted at step {trainer.state.global_step}; continue with --resume")
+        raise
+    train_seconds = log.elapsed_s()
+    save_model(trainer, directory.path)
+    after = _evaluate_trainer(trainer, prepared, say, "after training")
+    summary = {
+        "recipe": recipe.name,
+        "model": recipe.model.name,
+        "control": control,
+        "seed": args.seed,
+        "steps": trainer.state.global_step,
+        "train_seconds": round(train_seconds, 1),
+        "wall_seconds": round(time.monotonic() - started, 1),
+        "command": " ".join(["trl-grpo", *map(shlex.quote, sys.argv[1:])]),
+        "machine": _machine(),
+    }
+    if args.process_index == 0:
+        accuracy_keys = {
+            label: key
+            for label, name in zip(("strict", "lenient"), MONITORS, strict=True)
+            if (key := _metric_key(trainer, name)) is not None
+        }
+        write_results(directory, prepared, summary, before, after, accuracy_keys, adapter=recipe.peft is not None)
+        if before is not None and after is not None:
+            say(f"held-out strict {before.strict} → {after.strict}, lenient {before.lenient} → {after.lenient}")
+        say(f"done in {summary['wall_seconds']:.0f} s: {directory.path}")
+    return summary
+
+
+def run_evaluation(
+    prepared: Prepared, checkpoint: Path | None, *, num_samples: int = 0, seed: int = 0, quiet: bool = False
+) -> EvalResult:
+    """Return the accuracy of a checkpoint (None: of the untrained model) on the held-out rows.
+
+    Args:
+        prepared: from ``prepare``.
+        checkpoint: a folder with an adapter or a whole model.
+        num_samples: 0 decodes greedily, otherwise completions per prompt at the trainer's temperature.
+        seed: of the sampling.
+        quiet: True prints nothing on the way.
+    """
+    _quieten()
+    console = Console(stderr=True, quiet=quiet)
+    recipe = prepared.recipe
+    if prepared.strict is None or prepared.lenient is None:
+        raise ConfigurationError("the held-out rows have no answer to compare with; set data.answer")
+    model = load_policy(recipe, checkpoint, announce=lambda line: console.print(line, highlight=False, markup=False))
+    tokenizer = _tokenizer(recipe, checkpoint)
+    rows = prepared.splits.held_out[: recipe.eval.limit]
+    temperature = float(recipe.trainer.get("temperature") or 1.0) if num_samples else None
+
+    def generate(prompts: list[Any]) -> Any:
+        return generate_completions(
+            model,
+            tokenizer,
+            prompts,
+            max_new_tokens=_max_new_tokens(recipe),
+            batch_size=recipe.eval.batch_size,
+            temperature=temperature,
+            seed=seed,
+            template_kwargs=recipe.trainer.get("chat_template_kwargs"),
+            announce=lambda done, total: console.print(f"{done}/{total} completions", highlight=False),
+        )
+
+    return evaluate(
+        generate,
+        rows,
+        prepared.strict,
+        prepared.lenient,
+        num_samples=max(1, num_samples),
+        greedy=num_samples == 0,
+    )
+
+
+def load_policy(recipe: Recipe, checkpoint: Path | None, *, announce: Any = lambda _line: None) -> Any:
+    """Return the recipe's model with the weights of a checkpoint, in evaluation mode, on the GPU if there is one.
+
+    Args:
+        recipe: names the base model.
+        checkpoint: a folder with an adapter or a whole model; None for the base model itself.
+        announce: called with one line before slow work.
+    """
+    whole = checkpoint is not None and not (checkpoint / "adapter_config.json").is_file()
+    base = str(checkpoint) if whole else resolve_model(recipe.model.name, announce=announce)
+    kwargs = _model_init_kwargs(recipe)
+    if whole:
+        kwargs.pop("revision", None)
+    model: Any = AutoModelForCausalLM.from_pretrained(base, **kwargs)
+    if checkpoint is not None and not whole:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, str(checkpoint))
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def _trainer_config(recipe: Recipe, output_dir: Path) -> GroupRelativeConfig:
+    """Return the trainer's settings: the recipe's over defaults that suit a command line.
+
+    Raises:
+        ConfigurationError: for a combination that TRL or transformers refuses.
+    """
+    values: dict[str, Any] = {"logging_steps": 1, "report_to": "none", "save_strategy": "steps"}
+    if not torch.cuda.is_available() and not _other_accelerator():
+        # TRL's default is bf16 autocast, which the CPU backend refuses; the weights keep the dtype they are loaded in.
+        values |= {"use_cpu": True, "bf16": False}
+    values |= {**recipe.trainer, "output_dir": str(output_dir), "disable_tqdm": True}
+    values["model_init_kwargs"] = {**_model_init_kwargs(recipe), **(recipe.trainer.get("model_init_kwargs") or {})}
+    try:
+        return GroupRelativeConfig(**values)
+    except GroupRelativeError:
+        raise
+    except (ValueError, TypeError, ImportError) as error:
+        raise ConfigurationError(f"trainer: {error}") from error
+
+
+def _model_init_kwargs(recipe: Recipe) -> dict[str, Any]:
+    model = recipe.model
+    kwargs: dict[str, Any] = {"dtype": model.dtype}
+    if model.attn_implementation is not None:
+        kwargs["attn_implementation"] = model.attn_implementation
+    if model.revision is not None:
+        kwargs["revision"] = model.revision
+    if model.trust_remote_code:
+        kwargs["trust_remote_code"] = True
+    return kwargs
+
+
+def _tokenizer(recipe: Recipe, checkpoint: Path | None = None) -> Any:
+    """Return the tokenizer, the checkpoint's own where it has one, fit for generation."""
+    own = checkpoint is not None and (checkpoint / "tokenizer_config.json").is_file()
+    source = str(checkpoint) if own else resolve_model(recipe.model.name)
+    tokenizer = AutoTokenizer.from_pretrained(
+        source,
+        padding_side="left",
+        revision=None if own else recipe.model.revision,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+    check_tokenizer(tokenizer, recipe.model.name, chat=recipe.data.chat)
+    return tokenizer
+
+
+def _build_trainer(
+    prepared: Prepared, args: GroupRelativeConfig, control: bool, callbacks: list[Any], say: Any
+) -> GroupRelativeTrainer:
+    """Return the trainer with the recipe's rewards and, at weight 0, the accuracies to watch."""
+    recipe, rewards = prepared.recipe, prepared.rewards
+    functions, names, weights = list(rewards.functions), list(rewards.names), list(rewards.weights)
+    if recipe.eval.monitor and prepared.strict is not None:
+        functions += [prepared.strict, prepared.lenient]
+        names += MONITORS
+        weights += [0.0, 0.0]
+    args.reward_weights = weights
+    path = resolve_model(recipe.model.name, announce=say)
+    trainer_class = ShuffledRewardsTrainer if control else GroupRelativeTrainer
+    trainer = trainer_class(
+        model=path,
+        reward_funcs=functions,
+        args=args,
+        train_dataset=to_dataset(prepared.splits.train),
+        processing_class=_tokenizer(recipe),
+        peft_config=_lora(recipe),
+        callbacks=callbacks,
+    )
+    trainer.reward_func_names = unique_names(names)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _lora(recipe: Recipe) -> Any:
+    if recipe.peft is None:
+        return None
+    from peft import LoraConfig
+
+    try:
+        return LoraConfig(**recipe.peft)
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(f"peft: {error}") from error
+
+
+def _evaluate_trainer(trainer: GroupRelativeTrainer, prepared: Prepared, say: Any, when: str) -> EvalResult | None:
+    """Return the accuracy of the trainer's model on the held-out rows, or None where there is nothing to compare.
+
+    One process evaluates while the others wait: the set is small, and the figures are those of one process.
+    """
+    recipe, accelerator = prepared.recipe, trainer.accelerator
+    rows = prepared.splits.held_out[: recipe.eval.limit]
+    if not rows or prepared.strict is None or prepared.lenient is None:
+        return None
+    result = None
+    if accelerator.is_main_process:
+        say(f"evaluating {len(rows)} held-out prompts {when}")
+        model = accelerator.unwrap_model(trainer.model)
+
+        def generate(prompts: list[Any]) -> Any:
+            return generate_completions(
+                model,
+                trainer.processing_class,
+                prompts,
+                max_new_tokens=_max_new_tokens(recipe),
+                batch_size=recipe.eval.batch_size,
+                template_kwargs=recipe.trainer.get("chat_template_kwargs"),
+            )
+
+        result = evaluate(generate, rows, prepared.strict, prepared.lenient)
+        say(f"{when}: strict {result.strict}, lenient {result.lenient}, {result.seconds:.0f} s")
+    accelerator.wait_for_everyone()
+    return result
+
+
+def _max_new_tokens(recipe: Recipe) -> int:
+    return int(recipe.eval.max_new_tokens or recipe.trainer.get("max_completion_length") or 256)
+
+
+def _metric_key(trainer: GroupRelativeTrainer, name: str) -> str | None:
+    return f"rewards/{name}/mean" if name in trainer.reward_func_names else None
+
+
+def _say_on_main(console: Console, args: Any) -> Any:
+    def say(line: str) -> None:
+        if args.process_index == 0:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    return say
+
+
+def _other_accelerator() -> bool:
+    return torch.backends.mps.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
+
+
+def _quieten() -> None:
+    """Keep the screen for what matters: no bar per loaded file, no notice of a rename inside transformers."""
+    transformers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\..*")
+    logging.getLogger("transformers.trainer").setLevel(logging.ERROR)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _machine() -> dict[str, Any]:
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {"cpus": os.cpu_count(), "torch_threads": torch.get_num_threads(), "gpus": names}

@@ -1,0 +1,128 @@
+"""The directory of one run: whose it is, where to go on, and what lies where in it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from trl_grpo_ext.errors import ConfigurationError
+from trl_grpo_ext.monitor.checkpoints import checkpoint_step, last_complete_checkpoint, remove_incomplete
+from trl_grpo_ext.monitor.files import write_text
+from trl_grpo_ext.recipe import Recipe
+from trl_grpo_ext.recipe_yaml import read_yaml
+
+# What another run of the same recipe may change and still go on from the same checkpoint.
+_MAY_CHANGE = {"eval"}
+_MAY_CHANGE_IN_TRAINER = {
+    "max_steps",
+    "num_train_epochs",
+    "save_steps",
+    "save_total_limit",
+    "logging_steps",
+    "output_dir",
+}
+
+
+def is_main_process() -> bool:
+    """Return whether this process is the one that writes, known from the launcher's variables before torch is there."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+class RunDirectory:
+    """Paths of a run, and the decision between a new run and the continuation of an old one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoint: Path | None = None
+        self._lock: IO[str] | None = None
+
+    metrics = property(lambda self: self.path / "metrics.jsonl")
+    recipe_copy = property(lambda self: self.path / "recipe.yaml")
+    before = property(lambda self: self.path / "before.json")
+    summary = property(lambda self: self.path / "summary.json")
+    examples = property(lambda self: self.path / "examples.md")
+    plot = property(lambda self: self.path / "plot.png")
+    card = property(lambda self: self.path / "README.md")
+
+    def open(self, recipe: Recipe, *, resume: bool, overwrite: bool, control: bool) -> None:
+        """Claim the directory; afterwards ``checkpoint`` is what to resume from, or None.
+
+        Raises:
+            ConfigurationError: it holds another run, or another process writes to it.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigurationError(f"the output directory {str(self.path)!r} is a file")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._claim()
+        except OSError as error:
+            raise ConfigurationError(
+                f"cannot write to the output directory {str(self.path)!r}: {error.strerror}"
+            ) from error
+        if overwrite:
+            self._clear()
+        used = self.metrics.exists() or any(checkpoint_step(entry) >= 0 for entry in self.path.iterdir())
+        if used and not resume:
+            raise ConfigurationError(
+                f"{str(self.path)!r} holds an earlier run; continue it with --resume, delete it with --overwrite, or "
+                "choose another --output-dir"
+            )
+        description: dict[str, Any] = {**recipe.raw, "control": control}
+        if used:
+            self._check_same(description)
+            self.checkpoint = last_complete_checkpoint(self.path)
+        if not is_main_process():
+            return
+        if used:
+            remove_incomplete(self.path)
+        write_text(self.recipe_copy, yaml.safe_dump(description, sort_keys=False, allow_unicode=True))
+
+    def _claim(self) -> None:
+        """Lock the directory until this process ends, however it ends; other ranks of the run share the claim."""
+        if not is_main_process():
+            return
+        try:
+            import fcntl
+        except ImportError:  # not on Windows: there the claim is left out
+            return
+        self._lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigurationError(f"another process is writing a run to {str(self.path)!r}") from error
+
+    def _clear(self) -> None:
+        """Delete the files of a run, and nothing that a run does not write."""
+        for entry in self.path.iterdir():
+            if entry.is_dir() and checkpoint_step(entry) >= 0:
+                shutil.rmtree(entry)
+        for path in (self.metrics, self.recipe_copy, self.before, self.summary, self.examples, self.plot):
+            path.unlink(missing_ok=True)
+
+    def _check_same(self, description: dict[str, Any]) -> None:
+        """Raise if the earlier run was another one: its checkpoint would be continued with another task or model."""
+        if not self.recipe_copy.is_file():
+            return
+        earlier = read_yaml(self.recipe_copy)
+        for section in sorted({*earlier, *description} - _MAY_CHANGE):
+            old, new = earlier.get(section), description.get(section)
+            if section == "trainer":
+                old, new = (
+                    {key: entry for key, entry in (value or {}).items() if key not in _MAY_CHANGE_IN_TRAINER}
+                    for value in (old, new)
+                )
+            if old != new:
+                changed = _first_difference(old, new, section)
+                raise ConfigurationError(f"--resume: {changed}; restore it, or start anew with another --output-dir")
+
+
+def _first_difference(old: Any, new: Any, where: str) -> str:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*old, *new]:
+            if old.get(key) != new.get(key):
+                return _first_difference(old.get(key), new.get(key), f"{where}.{key}")
+    return f"{where} was {old!r} in the earlier run and is {new!r} now"

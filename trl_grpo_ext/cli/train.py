@@ -1,0 +1,53 @@
+"""``trl-grpo train``: a recipe becomes a trained model with its results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Change one key, for example trainer.max_steps=10. Repeatable."
+        ),
+    ] = None,
+    output_dir: Annotated[
+        Path | None, typer.Option("--output-dir", "-o", help="Where everything goes; runs/RECIPE by default.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last whole checkpoint; start anew where there is none.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Delete the results of an earlier run in the output directory.")
+    ] = False,
+    shuffle_rewards: Annotated[
+        bool,
+        typer.Option(
+            "--shuffle-rewards", help="Control run: rewards are permuted within each step, so nothing can be learnt."
+        ),
+    ] = False,
+    seed: Annotated[int | None, typer.Option("--seed", help="Replaces trainer.seed; the data split stays.")] = None,
+) -> None:
+    """Train the model of a recipe, evaluating it on held-out prompts before and after."""
+    from trl_grpo_ext.cli.prepare import prepare
+    from trl_grpo_ext.cli.rundir import RunDirectory
+    from trl_grpo_ext.errors import ConfigurationError
+
+    if resume and overwrite:
+        raise ConfigurationError("--resume and --overwrite contradict each other; give one of them")
+    changes = list(overrides or ())
+    if seed is not None:
+        changes.append(f"trainer.seed={seed}")
+    prepared = prepare(recipe, changes)
+    recipe_dir = prepared.recipe.trainer.get("output_dir") or Path("runs") / prepared.recipe.name
+    directory = RunDirectory(output_dir or Path(recipe_dir))
+    directory.open(prepared.recipe, resume=resume, overwrite=overwrite, control=shuffle_rewards)
+
+    from trl_grpo_ext.cli.run import run_training
+
+    run_training(prepared, directory, control=shuffle_rewards, resume=resume)
