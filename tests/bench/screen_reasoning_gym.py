@@ -17,6 +17,7 @@ import time
 
 NUM_ENTRIES = 6
 TIMEOUT_S = 90
+MARK = "@@screened@@"
 JUNK = (
     "", " ", "0", "1", "-1", "nan", "inf", "None", "null", "[]", "{}", "yes", "no", "I do not know", "?", "a b c",
     "the answer is 42", "True", "False", "[[0]]", "x", "\n", "0 0", "A", "()", "\\boxed{}", "answer",
@@ -71,7 +72,7 @@ def _call(score, answer, entry, found):  # type: ignore[no-untyped-def]
 def main() -> None:
     """Screen all tasks and print the result as JSON."""
     if len(sys.argv) > 1:
-        print(json.dumps(screen(sys.argv[1])))
+        print(MARK + json.dumps(screen(sys.argv[1])))
         return
     import reasoning_gym
 
@@ -79,8 +80,8 @@ def main() -> None:
     for name in sorted(reasoning_gym.factory.DATASETS):
         try:
             run = subprocess.run([sys.executable, __file__, name], capture_output=True, text=True, timeout=TIMEOUT_S)
-            lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
-            result[name] = json.loads(lines[-1]) if run.returncode == 0 and lines else (run.stderr or run.stdout)[-300:]
+            _, mark, found = run.stdout.rpartition(MARK)  # some tasks print on their own
+            result[name] = json.loads(found) if run.returncode == 0 and mark else (run.stderr or run.stdout)[-300:]
         except subprocess.TimeoutExpired:
             result[name] = f"longer than {TIMEOUT_S} s"
         print(name, result[name], file=sys.stderr)

@@ -8,7 +8,7 @@ from typing import Any
 from trl_grpo_ext.errors import ConfigurationError
 from trl_grpo_ext.rewards.verifier import Verdict, verifier
 from trl_grpo_ext.rewards.verifiers.math import extract as extraction
-from trl_grpo_ext.rewards.verifiers.math.grade import choice_letter
+from trl_grpo_ext.rewards.verifiers.math.grading import choice_letter
 from trl_grpo_ext.rewards.verifiers.math.text import fold_unicode
 
 DEFAULT_EXTRACT = ["boxed", "tag", "hashes", "sentence", "bold", "last_line", "whole"]

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from trl_grpo_ext.errors import ConfigurationError, SandboxError
 from trl_grpo_ext.rewards.verifier import Verdict, verifier
 from trl_grpo_ext.rewards.verifiers.math import extract as extraction
-from trl_grpo_ext.rewards.verifiers.math.grade import Grade, agrees, grade, read_gold, reference_texts
+from trl_grpo_ext.rewards.verifiers.math.grading import Grade, agrees, grade, read_gold, reference_texts
 from trl_grpo_ext.rewards.verifiers.math.identity import Tolerances
 from trl_grpo_ext.rewards.verifiers.math.quantities import Policy
 from trl_grpo_ext.rewards.verifiers.math.text import fold_unicode

@@ -22,6 +22,8 @@ _NEEDS_ALGEBRA = re.compile(
 )
 _BIG_OPERATOR = re.compile(r"\\(?:i?int|oint|sum|prod|lim)(?![A-Za-z])")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_SMALL_POWER = re.compile(r"([A-Za-z])\s*\^\s*(?:\{\s*\d\s*\}|\d(?!\d))")
+_BARE_TOWER = re.compile(r"\^\s*(?:\d+|[A-Za-z]|\\[A-Za-z]+)\s*\^")
 _CODE = re.compile(r"__|['\"`;#@]|\bimport\b|\blambda\b|\.[A-Za-z]")
 
 
@@ -81,24 +83,22 @@ def _nesting(text: str) -> int:
 
 
 def _power_depth(text: str) -> int:
-    """Return how many exponents stand inside one another."""
+    """Return how many exponents stand inside one another; the square of a variable does not count."""
+    text = _SMALL_POWER.sub(r"\1", text)
+    if _BARE_TOWER.search(text):
+        return 2
     depth = deepest = 0
     stack: list[bool] = []
     previous = ""
-    run = 0  # exponents without braces that follow each other: 9^9^9
     for char in text:
         if char == "{":
             stack.append(previous == "^")
             depth += stack[-1]
             deepest = max(deepest, depth)
-        elif char == "}":
-            if stack:
-                depth -= stack.pop()
+        elif char == "}" and stack:
+            depth -= stack.pop()
         elif char == "^":
-            run += 1
-            deepest = max(deepest, run, depth + 1)
-        elif not (char.isalnum() or char.isspace()):
-            run = 0
+            deepest = max(deepest, depth + 1)
         if not char.isspace():
             previous = char
     return deepest
