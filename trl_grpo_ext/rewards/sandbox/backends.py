@@ -123,18 +123,18 @@ def choose(server: ForkServer, wish: str) -> SandboxReport:
         return SandboxReport(UNSAFE, server.layers, _OPEN[UNSAFE], start_s=server.start_s)
     found = name_of(server.layers)
     if found is None or (wish != "auto" and found != wish):
-        raise SandboxError(_refusal(server.layers, wish, []))
+        raise SandboxError(_refusal(server.layers, wish, ""))
     outcome = run_canary(server)
+    if outcome["failed"]:
+        raise SandboxError(_refusal(server.layers, wish, outcome["failed"]))
     if outcome["through"]:
-        raise SandboxError(_refusal(server.layers, wish, outcome["through"]))
+        what = f"the canary got through: {', '.join(outcome['through'])}"
+        raise SandboxError(_refusal(server.layers, wish, what))
     return SandboxReport(found, server.layers, _OPEN[found], canary=outcome["total"], start_s=server.start_s)
 
 
-def _refusal(layers: Mapping[str, str | None], wish: str, through: list[str]) -> str:
-    if through:
-        what = f"the canary got through: {', '.join(through)}"
-    else:
-        what = "; ".join(f"{name}: {why}" for name, why in layers.items() if why)
+def _refusal(layers: Mapping[str, str | None], wish: str, what: str) -> str:
+    what = what or "; ".join(f"{name}: {why}" for name, why in layers.items() if why)
     wanted = "no safe backend" if wish == "auto" else f"the backend {wish!r} is not to be had"
     return (
         f"code sandbox: {wanted} on this machine ({what}). Programs are not run. What helps: a kernel with Landlock "
@@ -172,10 +172,10 @@ def _bait() -> Iterator[dict[str, Any]]:
 
 
 def run_canary(server: ForkServer) -> dict[str, Any]:
-    """Return the canary's outcome: {"through": names of the acts that were not refused, "total": their number}.
+    """Return the canary's outcome.
 
-    Raises:
-        SandboxError: if the canary itself did not run to its end.
+    The result has "through" (names of the acts that were not refused), "total" (their number) and "failed" (why the
+    canary did not run to its end, empty if it did).
     """
     with _bait() as task:
         canary = Confined(server, "canary", json.dumps(task).encode(), SandboxLimits(cpu_s=5.0))
@@ -183,11 +183,9 @@ def run_canary(server: ForkServer) -> dict[str, Any]:
         result = canary.result
         assert result is not None
         if result.end is not End.EXITED or len(result.channel) < 4:
-            raise SandboxError(
-                f"code sandbox: the canary did not come back ({result.end.value}, exit code {result.exit_code}, "
-                f"signal {result.signal}) {result.detail}"
-            )
-        return dict(json.loads(result.channel[4:]))
+            how = result.detail or f"{result.end.value}, exit code {result.exit_code}, signal {result.signal}"
+            return {"through": [], "total": 0, "failed": f"the canary did not come back: {how}"}
+        return {**json.loads(result.channel[4:]), "failed": ""}
 
 
 def wait_for(processes: list[Confined], tick_s: float = 0.02) -> None:

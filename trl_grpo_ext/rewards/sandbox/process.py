@@ -392,13 +392,21 @@ def _usage(process_id: int) -> tuple[float, float, int]:
     try:
         # The clock id of another process's CPU time, as clock_getcpuclockid(3) makes it.
         cpu_s = time.clock_gettime((~process_id << 3) | 2)
-        with open(f"/proc/{process_id}/schedstat") as file:
-            waited_s = int(file.read().split()[1]) / 1e9
         with open(f"/proc/{process_id}/stat") as file:
             threads = int(file.read().rpartition(")")[2].split()[17])
+        # The thread that waits the longest counts: the main one may be asleep while another starves.
+        waited_s = max(_waited_s(process_id, task) for task in os.listdir(f"/proc/{process_id}/task")[:64])
     except (OSError, ValueError, IndexError):
         pass
     return cpu_s, waited_s, threads
+
+
+def _waited_s(process_id: int, task: str) -> float:
+    try:
+        with open(f"/proc/{process_id}/task/{task}/schedstat") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):  # the thread has ended, or the kernel keeps no such statistics
+        return 0.0
 
 
 def signal_name(number: int) -> str:
