@@ -36,7 +36,7 @@ LAYERS = {
     "models": 3,
     "trainer": 4,
     "compat": 5,
-    "recipe_fields": 5,
+    "source_fields": 0,
     "recipe_yaml": 5,
     "recipe": 6,
     "cli": 7,

@@ -15,6 +15,7 @@ from trl_grpo_ext.errors import ConfigurationError, DataError
 from trl_grpo_ext.models import PYPI_PREFIX, check_model_name
 from trl_grpo_ext.monitor.checkpoints import last_complete_checkpoint, why_incomplete
 from trl_grpo_ext.recipe import Recipe, load_recipe
+from trl_grpo_ext.rewards.columns import RESERVED_COLUMNS
 from trl_grpo_ext.rewards.registry import RewardSet, build_rewards
 
 
@@ -64,7 +65,7 @@ def prepare(path: Path, overrides: Sequence[str], *, for_training: bool = True) 
     splits = load_splits(recipe.data)
     available = set().union(*splits.train)
     if columns is None:
-        check_reward_columns(rewards.columns, available)
+        _check_columns(recipe, rewards, verifiers, sorted(available))
     if for_training:
         _check_fills_a_step(recipe, len(splits.train), needed)
     judged = all(column in available for wanted in verifiers.columns.values() for column in wanted)
@@ -82,6 +83,12 @@ def _with_local_model(recipe: Recipe) -> Recipe:
 
 def _check_columns(recipe: Recipe, rewards: RewardSet, verifiers: RewardSet, columns: Sequence[str]) -> None:
     available = output_columns(recipe.data, columns)
+    for name in available:
+        if name in RESERVED_COLUMNS:
+            raise DataError(
+                f"data: TRL reserves the name of the column {name!r}, so no reward would ever see it; rename it "
+                f"(columns: {{gold: {name}}}, or answer: {name}) or leave it out (drop: [{name}])"
+            )
     check_reward_columns(rewards.columns, available, columns)
     if "eval" in recipe.raw:
         check_reward_columns(verifiers.columns, available, columns)

@@ -16,11 +16,12 @@ import transformers
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, set_seed
 
+from trl_grpo_ext.cli import STARTED
+from trl_grpo_ext.cli.control import ShuffledRewardsTrainer
 from trl_grpo_ext.cli.outputs import load_before, save_before, save_model, write_results
 from trl_grpo_ext.cli.prepare import Prepared
 from trl_grpo_ext.cli.rundir import RunDirectory
 from trl_grpo_ext.config import GroupRelativeConfig
-from trl_grpo_ext.control import ShuffledRewardsTrainer
 from trl_grpo_ext.data.splits import to_dataset
 from trl_grpo_ext.errors import ConfigurationError, GroupRelativeError
 from trl_grpo_ext.models import check_tokenizer, resolve_model
@@ -48,7 +49,6 @@ def run_training(
         control: True permutes the rewards within each step, so that nothing can be learnt.
         resume: True keeps the evaluation before training that an earlier part of the run made.
     """
-    started = time.monotonic()
     console = Console(stderr=False)
     _quieten()
     recipe = prepared.recipe
@@ -92,7 +92,7 @@ def run_training(
         "seed": args.seed,
         "steps": trainer.state.global_step,
         "train_seconds": round(train_seconds, 1),
-        "wall_seconds": round(time.monotonic() - started, 1),
+        "wall_seconds": round(time.monotonic() - STARTED, 1),
         "command": " ".join(["trl-grpo", *map(shlex.quote, sys.argv[1:])]),
         "machine": _machine(),
     }

@@ -8,7 +8,6 @@ from typing import Any
 
 from trl_grpo_ext.data.spec import DataSpec
 from trl_grpo_ext.errors import DataError, nearest
-from trl_grpo_ext.rewards.columns import RESERVED_COLUMNS
 
 
 def is_template(prompt: str) -> bool:
@@ -20,7 +19,7 @@ def output_columns(spec: DataSpec, columns: Collection[str]) -> list[str]:
     """Return the columns that rewards will see for a source with these columns, and check the mapping.
 
     Raises:
-        DataError: a column that the mapping names is missing, or a column has a name that TRL reserves.
+        DataError: a column that the mapping names is missing.
     """
     for where, name in _named_columns(spec):
         if name not in columns:
@@ -29,12 +28,6 @@ def output_columns(spec: DataSpec, columns: Collection[str]) -> list[str]:
                 + nearest(name, columns)
             )
     result = [name for name in columns if name not in _consumed(spec) and name not in spec.drop and name != "prompt"]
-    for name in result:
-        if name in RESERVED_COLUMNS:
-            raise DataError(
-                f"data: TRL reserves the name of the column {name!r}, so no reward would ever see it; rename it "
-                f"(columns: {{gold: {name}}}, or answer: {name}) or leave it out (drop: [{name}])"
-            )
     result += list(spec.columns)
     if spec.answer is not None and (spec.answer in columns) and "answer" not in result:
         result.append("answer")

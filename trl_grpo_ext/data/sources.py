@@ -49,7 +49,7 @@ def peek_columns(spec: DataSpec) -> list[str] | None:
         return list(gym.COLUMNS)
     if spec.hub is not None:
         return None
-    if spec.files[0].suffix == ".parquet":
+    if spec.files[0].suffix.lower() == ".parquet":
         return list(_parquet_schema_names(spec.files[0]))
     return list(_read_files(spec.files[:1], 1)[0])
 

@@ -12,11 +12,18 @@ class DataSpec:
     """A data source and its mapping to prompts and answers; exactly one of ``hub``, ``files``, ``task`` is set.
 
     Attributes:
-        hub: name of a hub data set, with ``config``, ``split`` and ``revision``.
+        hub: name of a hub data set.
+        config: its configuration, None for the only one.
+        split: its split to train on.
+        revision: branch, tag or commit.
         files: local JSONL, JSON, CSV, TSV or Parquet files, read in order.
-        task: name of a reasoning-gym task, made with ``params``, ``size`` rows and ``seed``.
+        task: name of a reasoning-gym task.
+        params: its parameters.
+        size: rows to make.
+        seed: of the task's generator.
         prompt: a column (text, or a list of chat messages), or a template such as ``"Q: {question}"``.
         answer: the column with the gold answer; it becomes ``answer``. None for data without one.
+        answer_given: True if the recipe names that column, so that it must exist.
         system: system message put in front of every prompt that has none; None leaves the template's own.
         chat: True makes the prompt a chat, False plain text (only for text prompts).
         columns: {new name: column} for further columns that rewards need under another name.

@@ -14,12 +14,12 @@ class Completion(NamedTuple):
 
     Attributes:
         text: without special tokens.
-        num_tokens: tokens generated, the end token included.
+        token_ids: tokens generated, the end token included.
         truncated: True if no end token came within the limit.
     """
 
     text: str
-    num_tokens: int
+    token_ids: tuple[int, ...]
     truncated: bool
 
 
@@ -114,7 +114,9 @@ def wilson_interval(right: float, total: int, z: float = 1.959963984540054) -> t
     centre = share + z * z / (2 * total)
     spread = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
     scale = 1 + z * z / total
-    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+    # At the ends the formula gives exactly 0 and 1, rounding does not.
+    low = 0.0 if right == 0 else max(0.0, (centre - spread) / scale)
+    return low, 1.0 if right == total else min(1.0, (centre + spread) / scale)
 
 
 def rate(right: float, total: int) -> Rate:
@@ -165,7 +167,7 @@ def evaluate(
         pass_any=sum(any(group) for group in groups) / max(1, len(rows)),
         num_samples=num_samples,
         greedy=greedy,
-        mean_tokens=sum(completion.num_tokens for completion in completions) / total,
+        mean_tokens=sum(len(completion.token_ids) for completion in completions) / total,
         truncated=sum(completion.truncated for completion in completions) / total,
         unscored=sum(score is None for score in scores["s"]),
         seconds=time.monotonic() - started,
@@ -187,7 +189,7 @@ def judge(function: Any, rows: Sequence[dict[str, Any]], completions: Sequence[C
         function(
             prompts=[row["prompt"] for row in rows],
             completions=texts,
-            completion_ids=None,
+            completion_ids=[list(completion.token_ids) for completion in completions],
             **{name: [row.get(name) for row in rows] for name in names},
         )
     )

@@ -76,8 +76,8 @@ def _generate_batch(model: Any, tokenizer: Any, ids: list[list[int]], config: Ge
     for row in output[:, width:].tolist():
         # The pad token is often an end token too, so the text ends at the first end token, wherever padding starts.
         length = next((position + 1 for position, token in enumerate(row) if token in ends), None)
-        text = tokenizer.decode(row[: length or len(row)], skip_special_tokens=True)
-        completions.append(Completion(text, length or len(row), length is None))
+        kept = row if length is None else row[:length]
+        completions.append(Completion(tokenizer.decode(kept, skip_special_tokens=True), tuple(kept), length is None))
     return completions
 
 
