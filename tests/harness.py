@@ -7,6 +7,7 @@ truncated) and the same rewards, so that every difference between them is the tr
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 import random
@@ -30,12 +31,19 @@ gc.freeze()
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func warns at each construction
 
 EOS = 2
-# The values that make our trainer TRL's: no window, no generation budget, no skipping.
+# The values that make our trainer TRL's.
 EXTRAS_OFF: dict[str, Any] = {
     "max_tokens_per_micro_batch": 0,
     "max_tokens_per_generation_batch": 0,
     "skip_dead_groups": False,
+    "shared_prefix_forward": False,
+    "reward_isolation": "off",
 }
+# What most tests leave out, so that they watch the window alone: TRL's forward pass is replaced or counted, and rewards
+# write down what they saw, which a worker process could not do.
+WINDOW_ALONE: dict[str, Any] = {"shared_prefix_forward": False, "reward_isolation": "off"}
+ALL_EXTRAS: dict[str, Any] = {"shared_prefix_forward": True, "reward_isolation": "never"}
+TRL_FIELDS = frozenset(field.name for field in dataclasses.fields(GRPOConfig))
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
 
@@ -167,18 +175,18 @@ def build(
     """Return a trainer, ours or TRL's, and the record that its run will fill.
 
     Args:
-        ours: True for ``GroupRelativeTrainer``; the extras are at their defaults unless ``fields`` says otherwise.
+        ours: True for ``GroupRelativeTrainer``, with the extras of ``WINDOW_ALONE`` unless ``fields`` says otherwise.
         directory: output directory.
         model: a model, or the path of a checkpoint (needed when ``beta`` > 0: TRL loads the reference from it).
         rows: the data set.
         rollouts: a ``rollout_func``, or None to sample from the model.
         reward: reward function, or a list of them.
         peft_config: an adapter to train.
-        **fields: of the config, on top of ``settings``. Extras are dropped when ``ours`` is False.
+        **fields: of the config, on top of ``settings``. Ours alone are dropped when ``ours`` is False.
     """
     config_class = GroupRelativeConfig if ours else GRPOConfig
     trainer_class = GroupRelativeTrainer if ours else GRPOTrainer
-    known = {name: value for name, value in fields.items() if ours or name not in EXTRAS_OFF}
+    known = {**WINDOW_ALONE, **fields} if ours else {name: v for name, v in fields.items() if name in TRL_FIELDS}
     if isinstance(model, str):  # TRL loads a checkpoint in its own dtype only when it is told to
         known.setdefault("model_init_kwargs", {"dtype": "float32"})
     record = Record()

@@ -9,25 +9,34 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from harness import EXTRAS_OFF, Record, ScriptedRollouts, build, prompt_rows, scripted_reward, settings
+from harness import ALL_EXTRAS, EXTRAS_OFF, Record, ScriptedRollouts, build, prompt_rows, scripted_reward, settings
 from tiny import tiny_model, tiny_tokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_grpo_ext import GroupRelativeConfig, GroupRelativeTrainer
-from trl_grpo_ext.errors import DataError
+from trl_grpo_ext.errors import DataError, RewardError
+
+
+def ours(tmp_path: Path, **fields: Any) -> GroupRelativeConfig:
+    """Return a config whose rewards run in this process: a worker would import this module, and torch with it."""
+    return GroupRelativeConfig(output_dir=str(tmp_path), reward_isolation="never", **settings(**fields))
 
 
 def make(tmp_path: Path, *, rows: list[dict[str, Any]] | None = None, **fields: Any) -> GroupRelativeTrainer:
-    trainer, _ = build(True, tmp_path, model=tiny_model(), rows=rows or prompt_rows(8), **fields)
+    trainer, _ = build(True, tmp_path, model=tiny_model(), rows=rows or prompt_rows(8), **{**ALL_EXTRAS, **fields})
     return trainer
 
 
 def test_a_trl_script_runs_with_one_import_changed(tmp_path: Path) -> None:
     """Positional arguments, a plain GRPOConfig, an iterable data set: as TRL takes them."""
+
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
     stream = IterableDataset.from_generator(lambda: iter(prompt_rows(16)))
     trainer = GroupRelativeTrainer(
         tiny_model(),
-        scripted_reward,
+        reward,
         GRPOConfig(output_dir=str(tmp_path), **settings()),
         stream,
         processing_class=tiny_tokenizer(),
@@ -44,7 +53,7 @@ def test_too_little_data_is_an_error_before_a_model_is_loaded(tmp_path: Path) ->
         GroupRelativeTrainer(
             "no/such-model",
             scripted_reward,
-            GroupRelativeConfig(output_dir=str(tmp_path), **settings()),
+            ours(tmp_path),
             Dataset.from_list(prompt_rows(1)),
         )
 
@@ -54,7 +63,7 @@ def test_a_stream_that_runs_dry_before_the_first_step_is_an_error(tmp_path: Path
     trainer = GroupRelativeTrainer(
         tiny_model(),
         scripted_reward,
-        GroupRelativeConfig(output_dir=str(tmp_path), **settings()),
+        ours(tmp_path),
         stream,
         processing_class=tiny_tokenizer(),
     )
@@ -103,9 +112,7 @@ def test_bad_logging_of_a_reward_does_not_end_the_run(tmp_path: Path, caplog: py
     assert sum("log_metric('text')" in message for message in caplog.messages) == 1
 
 
-def test_rows_per_generate_call_do_not_grow_with_accumulation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_per_generate_call_do_not_grow_with_accumulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows_per_call: list[int] = []
     original = GRPOTrainer._generate_single_turn
 
@@ -140,9 +147,7 @@ def test_generation_in_pieces_answers_every_prompt_in_order(tmp_path: Path) -> N
 
 
 def test_evaluation_takes_any_batch_size_and_leaves_the_random_state(tmp_path: Path) -> None:
-    args = GroupRelativeConfig(
-        output_dir=str(tmp_path), **settings(per_device_eval_batch_size=6, num_generations=4, max_steps=1)
-    )
+    args = ours(tmp_path, per_device_eval_batch_size=6, num_generations=4, max_steps=1)
     trainer = GroupRelativeTrainer(
         tiny_model(),
         scripted_reward,
@@ -171,7 +176,7 @@ def test_a_subclass_with_its_own_loss_keeps_trls_micro_batches(
         trainer = OwnLoss(
             tiny_model(),
             scripted_reward,
-            GroupRelativeConfig(output_dir=str(tmp_path), **settings(max_steps=1)),
+            ours(tmp_path, max_steps=1),
             Dataset.from_list(prompt_rows(8)),
             processing_class=tiny_tokenizer(),
         )
@@ -200,3 +205,70 @@ def test_extras_off_leaves_trls_path(tmp_path: Path) -> None:
     trainer = make(tmp_path, **EXTRAS_OFF)
     trainer.train()
     assert not any(name.startswith(("window/", "dead_groups/")) for log in trainer.state.log_history for name in log)
+
+
+def test_a_reward_that_abstains_is_not_compared_on_another_scale(tmp_path: Path) -> None:
+    """Group of 4, rewards 1, 1, 0.5 and one abstention under a second reward that scores all alike: fill is 5/6."""
+
+    def sometimes(prompts: list[str], **_: Any) -> list[float | None]:
+        return [None, 1.0, 1.0, 0.5] * (len(prompts) // 4)
+
+    def always(prompts: list[str], **_: Any) -> list[float]:
+        return [2.0] * len(prompts)
+
+    advantages = {}
+    for mode in ("group_mean", "zero"):
+        trainer, record = build(
+            True,
+            tmp_path,
+            model=tiny_model(),
+            rows=prompt_rows(8),
+            rollouts=ScriptedRollouts(),
+            reward=[sometimes, always],
+            reward_abstention=mode,
+            **ALL_EXTRAS,
+            scale_rewards="none",
+            max_steps=1,
+        )
+        trainer.train()
+        advantages[mode] = list(trainer._logs["advantages"])[:4]
+        assert record.logs[0]["rewards/sometimes/mean"] == pytest.approx(2.5 / 3)  # of what the function gave
+    assert advantages["group_mean"] == pytest.approx([0.0, 1 / 6, 1 / 6, -1 / 3])
+    assert advantages["zero"] == pytest.approx([-0.625, 0.375, 0.375, -0.125])  # as if it had been given 0
+
+
+def test_a_failing_reward_costs_its_sample_and_too_many_failures_stop_the_run(tmp_path: Path) -> None:
+    def fragile(prompts: list[str], completion_ids: list[list[int]], limit: float = 0.0, **_: Any) -> list[float]:
+        return [1 / (len(ids) > 3) for ids in completion_ids]
+
+    trainer, record = build(
+        True,
+        tmp_path,
+        model=tiny_model(),
+        rows=prompt_rows(8),
+        rollouts=ScriptedRollouts(),
+        reward=fragile,
+        reward_max_failure_rate=1.0,
+        **ALL_EXTRAS,
+    )
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert any(log.get("rewards/fragile/failed/exception", 0) > 0 for log in record.logs), record.logs[0]
+    strict = make(tmp_path, rollouts=ScriptedRollouts(), reward=fragile, reward_max_failure_rate=0.0)
+    with pytest.raises(RewardError, match="division by zero"):
+        strict.train()
+
+
+def test_one_infinite_reward_leaves_finite_weights(tmp_path: Path) -> None:
+    def infinite(prompts: list[str], **_: Any) -> list[float]:
+        return [float("inf"), 1.0, 0.0, 1.0] * (len(prompts) // 4)
+
+    trainer = make(
+        tmp_path,
+        rollouts=ScriptedRollouts(),
+        reward=infinite,
+        reward_max_failure_rate=0.5,
+        scale_rewards="none",
+    )
+    trainer.train()
+    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())

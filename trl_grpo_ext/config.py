@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from trl import GRPOConfig
 
-from trl_grpo_ext.errors import ConfigurationError
+from trl_grpo_ext.errors import ConfigurationError, nearest
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 AUTO_TOKENS_PER_MICRO_BATCH = 4096
 # Room for the keys and values of one generation batch: 128 KiB a token in an 8B model with grouped queries, so 4 GiB.
 AUTO_TOKENS_PER_GENERATION_BATCH = 32768
+REWARD_ISOLATION = ("auto", "always", "never", "off")
+REWARD_ABSTENTION = ("group_mean", "zero")
 
 
 @dataclass
@@ -35,6 +37,20 @@ class GroupRelativeConfig(GRPOConfig):
         skip_dead_groups: Whether groups whose rewards are all equal get advantage exactly 0 and skip forward and
             backward where their gradient is zero (``beta=0``, no entropy bonus, no router loss,
             ``multi_objective_aggregation="sum_then_normalize"``). They stay in every normaliser.
+        shared_prefix_forward: Whether log-probabilities are computed on packed rows, each distinct prompt once, where
+            that is exact. Elsewhere, and with False, TRL's padded forward runs.
+        reward_isolation: ``"auto"``: reward functions run in worker processes, those that cannot be sent there in the
+            training process with one warning. ``"always"``: refuse what cannot be sent. ``"never"``: all in the
+            training process, failures still counted. ``"off"``: TRL's own call, in which one exception ends the run.
+        reward_abstention: What stands in where one function has no score for a rollout (it abstained or failed) and
+            others do. ``"group_mean"``: the function's mean over the group's rows it did score, so that nothing is
+            compared on another scale. ``"zero"``: TRL's sum, which leaves it out.
+        reward_timeout_s: Most seconds for one sample under one reward function, above 0.
+        reward_batch_timeout_s: Most seconds for a batch under all of them. ``None``: four times ``reward_timeout_s``.
+        reward_num_workers: Worker processes for rewards. ``None``: the cores of the node shared by its ranks, 2 to 8.
+        reward_max_failure_rate: Largest tolerated share of failed samples of a step, 0 to 1; above it the run stops.
+        reward_cache_entries: Most scores of deterministic rewards kept in memory; 0 switches the cache off.
+        reward_cache_path: File in which these scores outlive the run.
     """
 
     max_tokens_per_micro_batch: int | None = field(
@@ -49,8 +65,44 @@ class GroupRelativeConfig(GRPOConfig):
         default=True,
         metadata={"help": "Whether groups with equal rewards skip forward and backward where their gradient is zero."},
     )
+    shared_prefix_forward: bool = field(
+        default=True,
+        metadata={"help": "Whether to compute log-probabilities on packed rows, each distinct prompt once."},
+    )
+    reward_isolation: str = field(
+        default="auto",
+        metadata={"help": "Where reward functions run.", "choices": list(REWARD_ISOLATION)},
+    )
+    reward_abstention: str = field(
+        default="group_mean",
+        metadata={"help": "What stands in for a score a function did not give.", "choices": list(REWARD_ABSTENTION)},
+    )
+    reward_timeout_s: float = field(
+        default=30.0, metadata={"help": "Most seconds for one sample under one reward function."}
+    )
+    reward_batch_timeout_s: float | None = field(
+        default=None, metadata={"help": "Most seconds for a batch under all rewards. None: 4 x reward_timeout_s."}
+    )
+    reward_num_workers: int | None = field(
+        default=None, metadata={"help": "Worker processes for rewards. None: the cores shared by the ranks, 2 to 8."}
+    )
+    reward_max_failure_rate: float = field(
+        default=0.2, metadata={"help": "Largest tolerated share of failed reward samples of a step, 0 to 1."}
+    )
+    reward_cache_entries: int = field(
+        default=100_000, metadata={"help": "Most scores of deterministic rewards kept in memory. 0: no cache."}
+    )
+    reward_cache_path: str | None = field(
+        default=None, metadata={"help": "File in which the scores of deterministic rewards outlive the run."}
+    )
 
     def __post_init__(self) -> None:
+        for name, allowed in (("reward_isolation", REWARD_ISOLATION), ("reward_abstention", REWARD_ABSTENTION)):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ConfigurationError(
+                    f"{name}={value!r} is not allowed; it must be one of {', '.join(allowed)}.{nearest(value, allowed)}"
+                )
         for name in ("max_tokens_per_micro_batch", "max_tokens_per_generation_batch"):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -82,22 +134,46 @@ class GroupRelativeConfig(GRPOConfig):
 
 
 class EngineSettings(NamedTuple):
-    """Our settings as flat values; what the trainer reads."""
+    """How rollouts are forwarded, as flat values; a budget of 0 is off."""
 
     max_tokens_per_micro_batch: int
     max_tokens_per_generation_batch: int
     skip_dead_groups: bool
+    shared_prefix_forward: bool
 
     @classmethod
     def of(cls, args: Any) -> EngineSettings:
-        """Return the settings in ``args``; a plain ``trl.GRPOConfig`` gets our defaults, 0 means off."""
+        """Return the settings in ``args``; a plain ``trl.GRPOConfig`` gets our defaults."""
 
         def budget(name: str, automatic: int) -> int:
-            value = getattr(args, name, None)
+            value = _value(args, name)
             return automatic if value is None else int(value)
 
         return cls(
             budget("max_tokens_per_micro_batch", AUTO_TOKENS_PER_MICRO_BATCH),
             budget("max_tokens_per_generation_batch", AUTO_TOKENS_PER_GENERATION_BATCH),
-            bool(getattr(args, "skip_dead_groups", True)),
+            bool(_value(args, "skip_dead_groups")),
+            bool(_value(args, "shared_prefix_forward")),
         )
+
+
+class RewardSettings(NamedTuple):
+    """How rewards are run, as flat values; times in seconds."""
+
+    isolation: Any
+    abstention: str
+    timeout_s: float
+    batch_timeout_s: float | None
+    num_workers: int | None
+    max_failure_rate: float
+    cache_entries: int
+    cache_path: str | None
+
+    @classmethod
+    def of(cls, args: Any) -> RewardSettings:
+        """Return the settings in ``args``; a plain ``trl.GRPOConfig`` gets our defaults."""
+        return cls(*(_value(args, f"reward_{name}") for name in cls._fields))
+
+
+def _value(args: Any, name: str) -> Any:
+    return getattr(args, name, getattr(GroupRelativeConfig, name))

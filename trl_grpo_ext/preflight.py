@@ -6,6 +6,8 @@ from collections.abc import Sized
 from typing import Any
 
 from trl_grpo_ext.errors import DataError
+from trl_grpo_ext.rewards.columns import check_columns
+from trl_grpo_ext.rewards.registry import required_columns, reward_name, unique_names
 
 
 def check_one_step_of_data(dataset: Any, generation_batch_size: int, num_generations: int) -> None:
@@ -30,3 +32,23 @@ def check_one_step_of_data(dataset: Any, generation_batch_size: int, num_generat
             f"({generation_batch_size} completions in groups of {num_generations}). Add prompts, lower "
             "per_device_train_batch_size or gradient_accumulation_steps, or raise num_generations."
         )
+
+
+def check_reward_columns(dataset: Any, reward_funcs: Any, *, adds_columns: bool = False) -> None:
+    """Raise if a column that a reward needs is missing from ``dataset`` or cannot arrive under its name.
+
+    Args:
+        dataset: Training data; one whose columns are unknown (a stream, or None) is not checked.
+        reward_funcs: One reward or a list of them, as the trainer takes them.
+        adds_columns: True if rollouts add columns of their own, so that a missing one may still come.
+
+    Raises:
+        DataError: naming reward and column.
+    """
+    columns = getattr(dataset, "column_names", None)
+    if columns is None or reward_funcs is None:
+        return
+    functions = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    names = unique_names([reward_name(function) for function in functions])
+    needed = {name: () if adds_columns else required_columns(f) for name, f in zip(names, functions, strict=True)}
+    check_columns(columns, needed)

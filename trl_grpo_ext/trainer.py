@@ -11,21 +11,24 @@ import torch
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-from trl_grpo_ext.config import EngineSettings, GroupRelativeConfig
+from trl_grpo_ext.compat.call import accepts_ppo_calls
+from trl_grpo_ext.config import EngineSettings, GroupRelativeConfig, RewardSettings
 from trl_grpo_ext.errors import DataError
 from trl_grpo_ext.learner.micro_batches import plan_generation_batches
+from trl_grpo_ext.learner.packed_step import PackedScoringMixin
 from trl_grpo_ext.learner.window import RolloutWindow
 from trl_grpo_ext.learner.window_step import WindowStepMixin
 from trl_grpo_ext.monitor.user_logs import UserLogs
 from trl_grpo_ext.objective.dead_groups import find_dead_groups
-from trl_grpo_ext.preflight import check_one_step_of_data
+from trl_grpo_ext.preflight import check_one_step_of_data, check_reward_columns
+from trl_grpo_ext.reward_step import RewardStepMixin
 from trl_grpo_ext.rewards.registry import unique_names
 from trl_grpo_ext.rng import preserved_rng
 
 logger = logging.getLogger(__name__)
 
 
-class GroupRelativeTrainer(WindowStepMixin, GRPOTrainer):
+class GroupRelativeTrainer(WindowStepMixin, PackedScoringMixin, RewardStepMixin, GRPOTrainer):
     """Train a policy with group-relative advantages: a drop-in for ``trl.GRPOTrainer``.
 
     Takes the arguments of ``trl.GRPOTrainer`` in its order; ``args`` may be a plain ``trl.GRPOConfig``. One optimiser
@@ -38,6 +41,7 @@ class GroupRelativeTrainer(WindowStepMixin, GRPOTrainer):
 
     _tag_names = [*GRPOTrainer._tag_names, "trl-grpo-ext"]  # noqa: RUF012 (TRL types it as an instance variable)
 
+    @accepts_ppo_calls
     def __init__(
         self,
         model: Any,
@@ -59,6 +63,10 @@ class GroupRelativeTrainer(WindowStepMixin, GRPOTrainer):
             name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "") or "model"
             args = GroupRelativeConfig(f"{name.split('/')[-1]}-GRPO")
         check_one_step_of_data(train_dataset, args.generation_batch_size, args.num_generations)
+        adds_columns = rollout_func is not None or environment_factory is not None
+        check_reward_columns(train_dataset, reward_funcs, adds_columns=adds_columns)
+        self._reward_settings = RewardSettings.of(args)
+        self._user_logs = UserLogs()
         super().__init__(
             model=model,
             reward_funcs=reward_funcs,
@@ -78,18 +86,17 @@ class GroupRelativeTrainer(WindowStepMixin, GRPOTrainer):
         self.engine_settings = EngineSettings.of(args)
         self.reward_func_names = unique_names(self.reward_func_names)
         self._window = RolloutWindow()
-        self._user_logs = UserLogs()
-        self._rewards_per_func = torch.empty(0, len(self.reward_funcs))
+        self._packed_forward_is_on = self.engine_settings.shared_prefix_forward
+        self._max_packed_tokens = self.engine_settings.max_tokens_per_micro_batch or None
         self._why_no_window = self._find_why_no_window()
         if self._why_no_window is not None and self.engine_settings.max_tokens_per_micro_batch:
             logger.warning("Using TRL's own micro-batches, and skipping no dead group: %s.", self._why_no_window)
 
     def _find_why_no_window(self) -> str | None:
         """Return why the window cannot give TRL's gradient here, or None where it can."""
-        own = (WindowStepMixin, GroupRelativeTrainer)
         for name in ("compute_loss", "_compute_loss"):
             home = next(c for c in type(self).__mro__ if name in vars(c))
-            if home is not GRPOTrainer and home not in own:
+            if home is not GRPOTrainer and not getattr(vars(home)[name], "keeps_window", False):
                 return f"{home.__name__} overrides {name}, which may look at the model itself"
         if not self.engine_settings.max_tokens_per_micro_batch:
             return "max_tokens_per_micro_batch is 0"
@@ -121,6 +128,7 @@ class GroupRelativeTrainer(WindowStepMixin, GRPOTrainer):
             DataError: if the data ran out before one optimiser step was made.
         """
         self._window.clear()
+        self._start_reward_workers()
         result = super().train(*args, **kwargs)
         if self.state.global_step == 0 and self.state.max_steps > 0:
             raise DataError(
@@ -176,12 +184,6 @@ class GroupRelativeTrainer(WindowStepMixin, GRPOTrainer):
             ids, _ = super()._generate_single_turn(prompt_ids[rows], None, {}, num_generations)
             completion_ids.extend(ids)
         return completion_ids, None
-
-    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
-        rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self._user_logs.drop_unusable_columns(self._pending_extra_logs, num_rows=len(prompts))
-        self._rewards_per_func = rewards_per_func
-        return rewards_per_func
 
     def _log_completion_extra(self, column: str, values: list) -> None:
         if self._user_logs.accepts_column(column, values):

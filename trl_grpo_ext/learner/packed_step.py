@@ -1,0 +1,98 @@
+"""Score completions on packed rows where that is exact, on TRL's padded path where it is not."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from trl import GRPOTrainer
+
+from trl_grpo_ext.learner.packing import IrregularRowsError
+from trl_grpo_ext.learner.scoring import score_completions
+from trl_grpo_ext.learner.support import find_disagreement, why_unsupported
+
+logger = logging.getLogger(__name__)
+
+
+class PackedScoringMixin(GRPOTrainer):
+    """Add the shared-prefix forward to a GRPO trainer, at TRL's seam for log-probabilities and entropies."""
+
+    args: Any
+    _packed_forward_is_on = False
+    _max_packed_tokens: int | None = None
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **multimodal: Any,
+    ) -> Any:
+        reason = self._why_not_packed(model, input_ids.size(1), compute_aux_loss, multimodal)
+        if reason is None:
+            try:
+                scores = score_completions(
+                    model,
+                    input_ids,
+                    attention_mask,
+                    logits_to_keep,
+                    temperature=self.temperature,
+                    cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32,
+                    compute_entropy=compute_entropy,
+                    # With a graph, memory is bounded by the micro-batch; without, by the same budget here.
+                    max_packed_tokens=None if torch.is_grad_enabled() else self._max_packed_tokens,
+                    autocast=self._autocast,
+                )
+                return scores.logps_BT, scores.entropies_BT, None
+            except IrregularRowsError as error:
+                reason = str(error)
+        if self._packed_forward_is_on:
+            self._say_once(reason)
+        return super()._get_per_token_logps_and_entropies(
+            model,
+            input_ids,
+            attention_mask,
+            logits_to_keep,
+            batch_size=batch_size,
+            compute_entropy=compute_entropy,
+            compute_aux_loss=compute_aux_loss,
+            **multimodal,
+        )
+
+    def _why_not_packed(
+        self, model: Any, max_length: int, compute_aux_loss: bool, multimodal: dict[str, Any]
+    ) -> str | None:
+        """Return why this forward must be TRL's own, or None."""
+        if not self._packed_forward_is_on:
+            return "shared_prefix_forward is off"
+        if any(value is not None for value in multimodal.values()):
+            return "images are in play"
+        # A model is judged once per longest row; what no list foresees shows in a few tokens run both ways, once.
+        verdicts: dict[Any, str | None] = self.__dict__.setdefault("_packed_verdicts", {})
+        key = (id(model), max_length, compute_aux_loss)
+        if key not in verdicts:
+            verdicts[key] = why_unsupported(model, max_length=max_length, wants_router_loss=compute_aux_loss)
+            if verdicts[key] is None and id(model) not in verdicts:
+                verdicts[id(model)] = find_disagreement(
+                    model,
+                    temperature=self.temperature,
+                    cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32,
+                    autocast=self._autocast,
+                )
+        return verdicts[key] or verdicts.get(id(model))
+
+    @property
+    def _autocast(self) -> Any:
+        return nullcontext if self.accelerator.mixed_precision == "no" else self.accelerator.autocast
+
+    def _say_once(self, reason: str) -> None:
+        said: set[str] = self.__dict__.setdefault("_packed_reasons_said", set())
+        if reason not in said:
+            said.add(reason)
+            logger.warning("Scoring completions on TRL's padded path: %s.", reason)
