@@ -63,6 +63,19 @@ class RunDirectory:
             raise ConfigurationError(
                 f"cannot write to the output directory {str(self.path)!r}: {error.strerror}"
             ) from error
+        try:
+            self._decide(recipe, resume=resume, overwrite=overwrite, control=control)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give the directory up to other processes; the end of this process does the same."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _decide(self, recipe: Recipe, *, resume: bool, overwrite: bool, control: bool) -> None:
         if overwrite:
             self._clear()
         used = self.metrics.exists() or any(checkpoint_step(entry) >= 0 for entry in self.path.iterdir())
@@ -89,11 +102,13 @@ class RunDirectory:
             import fcntl
         except ImportError:  # not on Windows: there the claim is left out
             return
-        self._lock = (self.path / ".lock").open("w")
+        lock = (self.path / ".lock").open("w")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            lock.close()
             raise ConfigurationError(f"another process is writing a run to {str(self.path)!r}") from error
+        self._lock = lock
 
     def _clear(self) -> None:
         """Delete the files of a run, and nothing that a run does not write."""

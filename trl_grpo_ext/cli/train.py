@@ -48,6 +48,9 @@ def train(
     directory = RunDirectory(output_dir or Path(recipe_dir))
     directory.open(prepared.recipe, resume=resume, overwrite=overwrite, control=shuffle_rewards)
 
-    from trl_grpo_ext.cli.run import run_training
+    try:
+        from trl_grpo_ext.cli.run import run_training
 
-    run_training(prepared, directory, control=shuffle_rewards, resume=resume)
+        run_training(prepared, directory, control=shuffle_rewards, resume=resume)
+    finally:
+        directory.close()
