@@ -5,6 +5,7 @@ a secret file, a victim process, listeners. ``needs`` says when the act works at
 "root", or "maybe" where the kernel may lack the call (its positive control is then reported and not required).
 """
 
+# ruff: noqa: E501  # programs as data
 from __future__ import annotations
 
 from typing import NamedTuple

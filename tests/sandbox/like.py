@@ -1,6 +1,6 @@
 """Run a command as it would run elsewhere, as far as that can be emulated:
 
-    python tests/sandbox/like.py docker COMMAND...    Docker's default profile: no namespaces, no mounts, its capabilities
+    python tests/sandbox/like.py docker COMMAND...    Docker's default profile: no namespaces, no mounts
     python tests/sandbox/like.py gvisor COMMAND...    besides, no Landlock (ENOSYS), as in gVisor
     python tests/sandbox/like.py bare COMMAND...      besides, no seccomp either: nothing safe is left
 

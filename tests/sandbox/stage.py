@@ -5,6 +5,7 @@
 runs every attack in the sandbox (or, with --controls, without one) and prints which got through, as JSON.
 """
 
+# ruff: noqa: E402  # it also runs as a script, for another user
 from __future__ import annotations
 
 import argparse
