@@ -22,6 +22,7 @@ import reward_zoo as zoo
 from trl_grpo_ext.errors import ConfigurationError, RewardError
 from trl_grpo_ext.rewards.outcome import RewardOutcome
 from trl_grpo_ext.rewards.runner import RewardRunner
+from trl_grpo_ext.rewards.verifier import Verdict
 
 DEADLINE_S = 1.0
 
@@ -558,3 +559,30 @@ def test_workers_do_not_import_torch(make: Any) -> None:
 
     state = types.SimpleNamespace(global_step=1)
     assert make(loaded).score(["p"], ["x"], trainer_state=state).rewards == [[0.0]]
+
+
+def test_a_verifier_with_its_own_isolation_judges_the_batch_at_once(
+    make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    class BatchJudge(zoo.acting):  # type: ignore[misc,valid-type]
+        warm = False
+
+        def warm_up(self) -> None:
+            type(self).warm = True
+
+        def judge_batch(self, completions: Sequence[Any], columns: Any) -> list[Verdict]:
+            assert len(columns["answer"]) == len(completions)
+            if "raise" in completions[0]:
+                raise OSError("sandbox gone")
+            return [Verdict(float(text.split()[0]), "judged", text) for text in completions]
+
+    with caplog.at_level(logging.WARNING):
+        runner = make(BatchJudge(), zoo.whole)
+    assert BatchJudge.warm
+    assert not caplog.records
+    outcome = score(runner, eight())
+    assert outcome.rewards == [expected(), expected()]
+    assert outcome.reasons[0] == ["judged"] * 8
+    outcome = score(runner, ["0 raise", "9 fine"])
+    assert outcome.rewards[0] == [None, None]
+    assert "sandbox gone" in outcome.failures[0].detail

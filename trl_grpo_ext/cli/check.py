@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from trl_grpo_ext.errors import ConfigurationError, DataError
-from trl_grpo_ext.recipe import Recipe, load_recipe
+from trl_grpo_ext.errors import ConfigurationError, DataError, nearest
+from trl_grpo_ext.recipe import Recipe
 from trl_grpo_ext.rewards.columns import check_columns
 from trl_grpo_ext.rewards.outcome import RewardOutcome
 from trl_grpo_ext.rewards.probes import FORMS, Finding, Probe, probe_rewards
-from trl_grpo_ext.rewards.registry import RewardSet, build_rewards
+from trl_grpo_ext.rewards.registry import RewardSet
 from trl_grpo_ext.rewards.runner import RewardRunner
 from trl_grpo_ext.rewards.verifier import VerifierReward, completion_text
 
+if TYPE_CHECKING:
+    from trl_grpo_ext.cli.prepare import Prepared
+
+_REWARDS_LOGGER = logging.getLogger("trl_grpo_ext.rewards")
 _NOT_PASSED_ON = ("prompt", "completion", "completion_ids")
+# References that say how to judge and not what is right.
+_REFERENCES_THAT_ARE_NO_ANSWER = ("tests", "entry")
+_USUAL_GOLD_COLUMNS = ("answer", "solution", "canonical_solution")
 _MAX_FAILURE_SHARE = 0.02
 _CHARS_PER_TOKEN = 4
 
@@ -74,13 +83,17 @@ def check(
     overrides: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, as for train.")] = None,
     rows: Annotated[int, typer.Option(help="Rows to look at, spread over the data.", min=1)] = 64,
     form: Annotated[
-        list[str] | None, typer.Option(help="A further form of a right completion, with {answer} for the gold.")
+        list[str] | None, typer.Option(help="A further form of a right completion, with {answer} for the gold answer.")
     ] = None,
+    gold: Annotated[str | None, typer.Option(help="Column with right answers, where the rewards do not say.")] = None,
     strict: Annotated[bool, typer.Option(help="Fail on warnings as well.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Check prompts, gold answers and rewards of a recipe before training. Exit code 1 if training should not start."""
-    report = check_recipe(load_recipe(recipe, overrides or []), num_rows=rows, forms=form or [])
+    """Check prompts, gold answers and rewards before training. Exit code 1 if training should not start."""
+    from trl_grpo_ext.cli.prepare import prepare
+
+    prepared = prepare(recipe, overrides or [], for_training=False)
+    report = check_prepared(prepared, num_rows=rows, forms=form or [], gold=gold)
     if as_json:
         print(json.dumps(report.as_dict(), indent=2))
     else:
@@ -89,24 +102,25 @@ def check(
         raise typer.Exit(1)
 
 
-def check_recipe(recipe: Recipe, *, num_rows: int = 64, forms: Sequence[str] = (), render: bool = True) -> CheckReport:
+def check_prepared(
+    prepared: Prepared, *, num_rows: int = 64, forms: Sequence[str] = (), gold: str | None = None, render: bool = True
+) -> CheckReport:
     """Return what a full check of a recipe found.
 
     Args:
-        recipe: a loaded recipe.
+        prepared: recipe, rewards and rows.
         num_rows: rows looked at, spread evenly over the training split.
         forms: further templates of a right completion, with ``{answer}``.
+        gold: column with right answers, for rewards that do not declare theirs.
         render: True also applies the model's chat template to three prompts.
 
     Raises:
-        ConfigurationError: for a reward that cannot be built or a form without ``{answer}``.
-        DataError: for data that cannot be read, or a column that a reward needs and the data do not have.
+        ConfigurationError: for a form without ``{answer}`` or a gold column that is not there.
+        DataError: if a column that a reward needs is not there.
     """
-    from trl_grpo_ext.data.splits import load_splits
-
-    rewards = build_rewards(recipe.rewards, base_dir=recipe.base_dir)
-    train = load_splits(recipe.data).train
-    report = check_rows(train, rewards, source=recipe.data.source, num_rows=num_rows, forms=forms)
+    recipe, train = prepared.recipe, prepared.splits.train
+    source = recipe.data.source
+    report = check_rows(train, prepared.rewards, source=source, num_rows=num_rows, forms=forms, gold=gold)
     if render:
         prompts, notes = _render(recipe, [row["prompt"] for row in _spread(train, 3)])
         report = dataclasses.replace(report, prompts=prompts, notes=[*report.notes, *notes])
@@ -125,59 +139,97 @@ def check_rows(
     source: str = "the data",
     num_rows: int = 64,
     forms: Sequence[str] = (),
+    gold: str | None = None,
 ) -> CheckReport:
     """Return what the rewards say about right and wrong completions of rows with ``prompt`` and reward columns.
 
     Raises:
-        ConfigurationError: for a form without ``{answer}``.
+        ConfigurationError: for a form without ``{answer}`` or a gold column that is not there.
         DataError: if there are no rows, or a column is missing.
     """
     if not rows:
         raise DataError(f"{source}: no rows to check")
     sample = _spread(rows, num_rows)
     check_columns(list(sample[0]), rewards.columns)
-    callables = [position for position, function in enumerate(rewards.functions) if callable(function)]
-    functions = [rewards.functions[position] for position in callables]
-    names = [rewards.names[position] for position in callables]
-    weights = [rewards.weights[position] for position in callables]
-    notes = [
-        f"{name}: a reward model, not checked"
-        for position, name in enumerate(rewards.names)
-        if position not in callables
-    ]
-    if not functions:
-        return CheckReport(source, len(sample), len(rows), [], {}, rewards.columns, {}, {}, notes=notes)
-    with _Scorer(sample, functions, names) as scorer:
-        golds = _golds(sample, functions)
-        probe = Probe(
-            prompts=[_prompt_text(row["prompt"]) for row in sample],
-            golds=golds,
-            names=names,
-            weights=weights,
-            compares=scorer.compares(golds),
-            forms={**FORMS, **_own_forms(forms)},
-        )
-        findings, best = probe_rewards(probe, scorer.score)
-        findings = [*scorer.failures(), *findings]
-        milliseconds = scorer.milliseconds()
+    if gold is not None and gold not in sample[0]:
+        raise ConfigurationError(f"--gold {gold}: the data have {', '.join(sample[0])}.{nearest(gold, sample[0])}")
+    places = [place for place, function in enumerate(rewards.functions) if callable(function)]
+    names = [rewards.names[place] for place in places]
+    weights = [rewards.weights[place] for place in places]
+    notes = [f"{name}: a reward model, not checked" for name in rewards.names if name not in names]
+    findings: list[Finding] = []
+    best: dict[str, str] = {}
+    milliseconds: dict[str, float] = {}
+    if places:
+        every_form = {**FORMS, **_own_forms(forms)}
+        with _Scorer(sample, [rewards.functions[place] for place in places], names) as scorer:
+            for share in _shares(scorer, sample, gold, every_form):
+                probe = Probe(
+                    [_prompt_text(row["prompt"]) for row in sample],
+                    share.golds,
+                    names,
+                    weights,
+                    compares=share.compares,
+                    declared=share.declared,
+                    forms=every_form,
+                )
+                found, forms_found = probe_rewards(probe, scorer.score, share.sources)
+                findings += found
+                best.update(forms_found)
+            findings = [*scorer.failures(), *findings]
+            milliseconds = scorer.milliseconds()
+    shown_weights = dict(zip(names, weights, strict=True))
     return CheckReport(
-        source,
-        len(sample),
-        len(rows),
-        findings,
-        best,
-        rewards.columns,
-        dict(zip(names, weights, strict=True)),
-        milliseconds,
-        notes=notes,
+        source, len(sample), len(rows), findings, best, rewards.columns, shown_weights, milliseconds, notes=notes
     )
+
+
+class _Share(NamedTuple):
+    """Rewards whose gold answers stand in the same column."""
+
+    golds: list[str | None]
+    sources: list[str]
+    compares: frozenset[str]
+    declared: frozenset[str]
+
+
+def _shares(
+    scorer: _Scorer, rows: Sequence[Mapping[str, Any]], gold: str | None, forms: Mapping[str, str]
+) -> list[_Share]:
+    """Return the rewards by the column of their golds; the first share has the total and all that declare none."""
+    declared: dict[str, list[str]] = {}
+    for name, function in zip(scorer.names, scorer.functions, strict=True):
+        kind = type(function)
+        if isinstance(function, VerifierReward) and kind.own_reference not in (None, *_REFERENCES_THAT_ARE_NO_ANSWER):
+            declared.setdefault(str(function.reference), []).append(name)
+    columns = [*([gold] if gold else []), *declared, *(name for name in _USUAL_GOLD_COLUMNS if name in rows[0])]
+    main = columns[0] if columns else None
+    golds = _texts(rows, main)
+    elsewhere = {name for column, found in declared.items() if column != main for name in found}
+    sources = [name for name in scorer.names if name not in elsewhere]
+    undeclared = [name for name in sources if name not in declared.get(main or "", [])]
+    compares = frozenset([*declared.get(main or "", []), *scorer.that_look_at_columns(undeclared, golds, forms)])
+    if len(scorer.names) > 1:
+        sources.append("total")
+    shares = [_Share(golds, sources, compares, frozenset(declared.get(main or "", [])))]
+    for column, found in declared.items():
+        if column != main:
+            shares.append(_Share(_texts(rows, column), found, frozenset(found), frozenset(found)))
+    return shares
+
+
+def _texts(rows: Sequence[Mapping[str, Any]], column: str | None) -> list[str | None]:
+    if column is None:
+        return [None] * len(rows)
+    return [None if row.get(column) is None else str(row[column]) for row in rows]
 
 
 class _Scorer:
     """Scores one completion per row through the runner, so that a reward that hangs or dies is a finding as well."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], functions: Sequence[Any], names: Sequence[str]) -> None:
-        self.functions = functions
+        self.functions = list(functions)
+        self.names = list(names)
         self.prompts = [row["prompt"] for row in rows]
         self.columns = {name: [row.get(name) for row in rows] for name in rows[0] if name not in _NOT_PASSED_ON}
         # Nothing is cached, or the times would say so.
@@ -186,9 +238,13 @@ class _Scorer:
         self.seconds: dict[str, list[float]] = {name: [] for name in names}
 
     def __enter__(self) -> _Scorer:
+        # What the runner would warn about becomes a finding.
+        self.level = _REWARDS_LOGGER.level
+        _REWARDS_LOGGER.setLevel(logging.ERROR)
         return self
 
     def __exit__(self, *_: object) -> None:
+        _REWARDS_LOGGER.setLevel(self.level)
         self.runner.close()
 
     def score(self, texts: Sequence[str]) -> list[list[float | None]]:
@@ -210,25 +266,19 @@ class _Scorer:
                 self.seconds[name].append(min(seconds, time.monotonic() - started) / max(1, len(texts)))
         return outcome
 
-    def compares(self, golds: Sequence[str | None]) -> frozenset[str]:
-        """Return the rewards that look at a gold answer: declared, or their scores change with the row's columns."""
+    def that_look_at_columns(
+        self, names: Sequence[str], golds: Sequence[str | None], forms: Mapping[str, str]
+    ) -> list[str]:
+        """Return those rewards whose scores of the gold answers change when every row gets its neighbour's columns."""
+        if not names or len(golds) < 2:
+            return []
+        shifted = {name: [*values[1:], values[0]] for name, values in self.columns.items()}
         found = set()
-        open_questions = []
-        for name, function in zip(self.seconds, self.functions, strict=True):
-            if isinstance(function, VerifierReward):
-                if function.reference is not None:
-                    found.add(name)
-            else:
-                open_questions.append(name)
-        if open_questions and len(golds) > 1:
-            shifted = {name: [*values[1:], values[0]] for name, values in self.columns.items()}
-            for template in FORMS.values():
-                texts = [template.format(answer=gold or "") for gold in golds]
-                here, there = self._run(texts, self.columns), self._run(texts, shifted)
-                for position, name in enumerate(self.seconds):
-                    if name in open_questions and here.rewards[position] != there.rewards[position]:
-                        found.add(name)
-        return frozenset(found)
+        for template in forms.values():
+            texts = [template.format(answer=gold or "") for gold in golds]
+            here, there = self._run(texts, self.columns).rewards, self._run(texts, shifted).rewards
+            found |= {name for place, name in enumerate(self.names) if here[place] != there[place]}
+        return [name for name in names if name in found]
 
     def failures(self) -> list[Finding]:
         """Return a finding for each reward that raised, hung or returned something that is no reward."""
@@ -247,19 +297,7 @@ class _Scorer:
 
     def milliseconds(self) -> dict[str, float]:
         """Return the median time per sample of each reward, in the workers and with the way there and back."""
-        import statistics
-
         return {name: 1000 * statistics.median(times or [0.0]) for name, times in self.seconds.items()}
-
-
-def _golds(rows: Sequence[Mapping[str, Any]], functions: Sequence[Any]) -> list[str | None]:
-    """Return the gold answer of each row: the first verifier's reference column, else "answer", else "solution"."""
-    declared = [function.reference for function in functions if isinstance(function, VerifierReward)]
-    candidates = [*(name for name in declared if name is not None), "answer", "solution"]
-    column = next((name for name in candidates if name in rows[0]), None)
-    if column is None:
-        return [None] * len(rows)
-    return [None if row.get(column) is None else str(row[column]) for row in rows]
 
 
 def _own_forms(forms: Sequence[str]) -> dict[str, str]:

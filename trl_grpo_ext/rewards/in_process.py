@@ -15,13 +15,13 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from trl_grpo_ext.rewards.coerce import coerce_rewards
+from trl_grpo_ext.rewards.coerce import ShapeError, coerce_rewards
 from trl_grpo_ext.rewards.dispatch import Record, read_record
 from trl_grpo_ext.rewards.outcome import Failure
-from trl_grpo_ext.rewards.worker import LogRecorder, call_keywords, contained, failure_of, judge, record_of
+from trl_grpo_ext.rewards.worker import LogRecorder, call_keywords, contained, failure_of, judge, record_of, score_of
 
 
 class OutOfTimeError(BaseException):
@@ -39,7 +39,7 @@ class InProcessScoring:
     def __init__(
         self,
         name: str,
-        function: Callable[..., Any],
+        function: Any,
         job: dict[str, Any],
         *,
         timeout_s: float,
@@ -51,7 +51,7 @@ class InProcessScoring:
 
         Args:
             name: display name.
-            function: the reward.
+            function: the reward, a callable.
             job: the message that a worker would get, with all samples.
             timeout_s: time limit of one sample.
             may_split: False if samples must not be scored one at a time.
@@ -73,6 +73,10 @@ class InProcessScoring:
 
     def run(self, deadline: float) -> None:
         """Score the batch; what has no score at ``deadline`` (``time.monotonic()``) becomes a "batch_timeout"."""
+        if hasattr(self.function, "judge_batch"):
+            self._run_judge_batch(deadline)
+            self.finished_at = time.monotonic()
+            return
         failure = None if self.per_sample else self._run_whole(deadline)
         if self.per_sample or failure is not None:
             if failure is not None and (not self.may_split or failure.reason == "bad_value"):
@@ -97,6 +101,24 @@ class InProcessScoring:
         self.records = {sample: read_record({"score": record_of(value)}) for sample, value in enumerate(values)}
         self.whole_logs = recorder.calls
         return None
+
+    def _run_judge_batch(self, deadline: float) -> None:
+        """Let a verifier with its own isolation judge the batch; it answers for every sample, so nothing is split."""
+        limit_s = max(0.0, deadline - time.monotonic())
+        try:
+            with interrupt_after(limit_s):
+                verdicts = self.function.judge_batch(self.job["call"]["completions"], self.job["columns"])
+            values = [score_of(verdict) for verdict in verdicts]
+            if len(values) != self.job["num_samples"]:
+                raise ShapeError(
+                    f"judge_batch returned {len(values)} verdicts for {self.job['num_samples']} completions"
+                )
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self.records = dict.fromkeys(range(self.job["num_samples"]), _failure(error, limit_s))
+            return
+        self.records = {sample: read_record({"score": record_of(value)}) for sample, value in enumerate(values)}
 
     def _run_each(self, deadline: float) -> None:
         for sample in range(self.job["num_samples"]):

@@ -75,8 +75,9 @@ class Plan:
 def plan_reward(function: Callable[..., Any], name: str, isolate: Isolation) -> Plan:
     """Return how a reward is run.
 
-    "auto" puts everything that can be pickled into a worker process; an attribute ``isolated = False`` on the function
-    keeps it out. "always" refuses what cannot be isolated. "never" runs everything in the training process.
+    "auto" puts everything that can be pickled into a worker process. An attribute ``isolated = False`` on the function
+    keeps it out, and so does a method ``judge_batch`` of a verifier, which brings its own isolation and judges a batch
+    at once. "always" refuses what cannot be isolated. "never" runs everything in the training process.
 
     Raises:
         ConfigurationError: for something that is no callable, a module of torch, or, under "always", a reward that
@@ -99,6 +100,8 @@ def plan_reward(function: Callable[..., Any], name: str, isolate: Isolation) -> 
     why: str | None = None
     if isolate == "never":
         plan.why_here = "isolation is switched off"
+    elif plan.is_verifier and hasattr(function, "judge_batch"):
+        plan.why_here = "it judges batches in processes of its own"
     elif getattr(function, "isolated", True) is False:
         plan.why_here = "it declares isolated = False"
     else:

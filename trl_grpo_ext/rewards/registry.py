@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
@@ -22,24 +23,12 @@ from trl_grpo_ext.rewards.verifier import VerifierReward
 
 ENTRY_POINT_GROUP = "trl_grpo_ext.rewards"
 
-# A name's module holds either a verifier of that name or a function ``build(**options)`` that returns a reward.
+# A module in there is the reward of its name: a verifier of that name, or a function ``build(**options)``.
+_BUILT_IN_PACKAGE = "trl_grpo_ext.rewards.verifiers"
 _BUILT_IN = {
-    name: f"trl_grpo_ext.rewards.verifiers.{name}"
-    for name in (
-        "choice",
-        "code",
-        "exact",
-        "format",
-        "json",
-        "language",
-        "length",
-        "math",
-        "model",
-        "numeric",
-        "reasoning_gym",
-        "regex",
-        "repetition",
-    )
+    module.name: f"{_BUILT_IN_PACKAGE}.{module.name}"
+    for module in pkgutil.iter_modules([str(Path(__file__).parent / "verifiers")])
+    if not module.name.startswith("_")
 }
 _REGISTERED: dict[str, Callable[..., Any]] = {}
 

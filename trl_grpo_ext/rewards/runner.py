@@ -23,6 +23,7 @@ from trl_grpo_ext.rewards.placing import Isolation, plan_reward
 from trl_grpo_ext.rewards.pool import WorkerPool
 from trl_grpo_ext.rewards.registry import required_columns
 from trl_grpo_ext.rewards.summary import RewardSummary
+from trl_grpo_ext.rewards.verifier import VerifierReward
 from trl_grpo_ext.rewards.work import Batch, Work, job_maker
 
 
@@ -77,6 +78,7 @@ class RewardRunner:
 
         Raises:
             ConfigurationError: for a value out of range, or a function that is no callable.
+            SandboxError: if a reward needs a sandbox and this machine has none that is safe.
         """
         _check_settings(functions, names, timeout_s, batch_timeout_s, num_workers, cache_entries, isolate)
         self.names = list(names)
@@ -97,6 +99,9 @@ class RewardRunner:
         self._lock = threading.Lock()
         self._pool: WorkerPool | None = None
         self._start_pool()
+        for plan in self.plans:
+            if plan.pickled is None and isinstance(plan.function, VerifierReward):
+                plan.function.warm_up()
 
     # -- life ---------------------------------------------------------------------------------------------------------
 

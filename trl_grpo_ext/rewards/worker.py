@@ -18,6 +18,7 @@ from typing import Any
 
 from trl_grpo_ext.rewards.coerce import BadValue, ShapeError, coerce_reward, coerce_rewards
 from trl_grpo_ext.rewards.outcome import Failure, Score
+from trl_grpo_ext.rewards.verifier import Verdict
 from trl_grpo_ext.rewards.wire import receive_pickle, send_json
 
 _MAX_DETAIL_CHARS = 4000
@@ -191,12 +192,18 @@ def record_of(value: Any) -> list[Any]:
 def judge(function: Any, job: dict[str, Any], position: int) -> Score | BadValue:
     """Return a verifier's verdict on one sample of a job as a score or a bad value."""
     call = job["call"]
-    verdict = function.judge_row(
-        call["prompts"][position] if "prompts" in call else None,
-        call["completions"][position],
-        call["completion_ids"][position] if call.get("completion_ids") is not None else None,
-        {name: values[position] for name, values in job["columns"].items()},
+    return score_of(
+        function.judge_row(
+            call["prompts"][position] if "prompts" in call else None,
+            call["completions"][position],
+            call["completion_ids"][position] if call.get("completion_ids") is not None else None,
+            {name: values[position] for name, values in job["columns"].items()},
+        )
     )
+
+
+def score_of(verdict: Verdict) -> Score | BadValue:
+    """Return a verdict as a score that may be a reward, or as a bad value."""
     score = coerce_reward(verdict.score)
     if isinstance(score, BadValue):
         return score
