@@ -37,6 +37,7 @@ EXTRAS_OFF: dict[str, Any] = {
     "max_tokens_per_generation_batch": 0,
     "skip_dead_groups": False,
     "shared_prefix_forward": False,
+    "rollout_engine": "trl",
     "reward_isolation": "off",
 }
 # What most tests leave out, so that they watch the window alone: TRL's forward pass is replaced or counted, and rewards

@@ -127,6 +127,7 @@ def test_rows_per_generate_call_do_not_grow_with_accumulation(tmp_path: Path, mo
             tmp_path,
             gradient_accumulation_steps=accumulation,
             max_tokens_per_generation_batch=130,
+            rollout_engine="trl",
             max_steps=1,
         )
         trainer.train()
@@ -137,12 +138,13 @@ def test_rows_per_generate_call_do_not_grow_with_accumulation(tmp_path: Path, mo
 def test_generation_in_pieces_answers_every_prompt_in_order(tmp_path: Path) -> None:
     """Greedy decoding does not depend on the pieces."""
     texts = []
-    for budget in (0, 60):
-        trainer = make(tmp_path, max_tokens_per_generation_batch=budget, generation_kwargs={"do_sample": False})
+    for engine, budget in (("trl", 0), ("trl", 60), ("auto", 60)):
+        greedy = {"generation_kwargs": {"do_sample": False}, "rollout_engine": engine}
+        trainer = make(tmp_path, max_tokens_per_generation_batch=budget, **greedy)
         trainer.model.eval()
         ids = [tiny_tokenizer()(row["prompt"])["input_ids"] for row in prompt_rows(6) for _ in range(2)]
         texts.append(trainer._generate_single_turn(ids, None, {}, 2)[0])
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] == texts[2]
     assert len(texts[0]) == 12
 
 

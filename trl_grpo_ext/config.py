@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 AUTO_TOKENS_PER_MICRO_BATCH = 4096
 # Room for the keys and values of one generation batch: 128 KiB a token in an 8B model with grouped queries, so 4 GiB.
 AUTO_TOKENS_PER_GENERATION_BATCH = 32768
+ROLLOUT_ENGINES = ("auto", "trl")
 REWARD_ISOLATION = ("auto", "always", "never", "off")
 REWARD_ABSTENTION = ("group_mean", "zero")
 
@@ -39,6 +40,11 @@ class GroupRelativeConfig(GRPOConfig):
             ``multi_objective_aggregation="sum_then_normalize"``). They stay in every normaliser.
         shared_prefix_forward: Whether log-probabilities are computed on packed rows, each distinct prompt once, where
             that is exact. Elsewhere, and with False, TRL's padded forward runs.
+        rollout_engine: ``"auto"``: completions are sampled by our engine where it is exact (each prompt once, finished
+            rows leave), elsewhere by ``model.generate``. ``"trl"``: always by ``model.generate``. vLLM and continuous
+            batching, when chosen, come first.
+        rollout_seeded: Whether every completion has a random stream of its own, so that it does not depend on which
+            other rows are sampled with it. Needs the engine.
         reward_isolation: ``"auto"``: reward functions run in worker processes, those that cannot be sent there in the
             training process with one warning. ``"always"``: refuse what cannot be sent. ``"never"``: all in the
             training process, failures still counted. ``"off"``: TRL's own call, in which one exception ends the run.
@@ -69,6 +75,14 @@ class GroupRelativeConfig(GRPOConfig):
         default=True,
         metadata={"help": "Whether to compute log-probabilities on packed rows, each distinct prompt once."},
     )
+    rollout_engine: str = field(
+        default="auto",
+        metadata={"help": "What samples completions.", "choices": list(ROLLOUT_ENGINES)},
+    )
+    rollout_seeded: bool = field(
+        default=False,
+        metadata={"help": "Whether a completion does not depend on the rows it is sampled with."},
+    )
     reward_isolation: str = field(
         default="auto",
         metadata={"help": "Where reward functions run.", "choices": list(REWARD_ISOLATION)},
@@ -97,12 +111,18 @@ class GroupRelativeConfig(GRPOConfig):
     )
 
     def __post_init__(self) -> None:
-        for name, allowed in (("reward_isolation", REWARD_ISOLATION), ("reward_abstention", REWARD_ABSTENTION)):
+        for name, allowed in (
+            ("rollout_engine", ROLLOUT_ENGINES),
+            ("reward_isolation", REWARD_ISOLATION),
+            ("reward_abstention", REWARD_ABSTENTION),
+        ):
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigurationError(
                     f"{name}={value!r} is not allowed; it must be one of {', '.join(allowed)}.{nearest(value, allowed)}"
                 )
+        if self.rollout_seeded and self.rollout_engine == "trl":
+            raise ConfigurationError('rollout_seeded=True needs rollout_engine="auto"; model.generate cannot do it.')
         for name in ("max_tokens_per_micro_batch", "max_tokens_per_generation_batch"):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -140,6 +160,8 @@ class EngineSettings(NamedTuple):
     max_tokens_per_generation_batch: int
     skip_dead_groups: bool
     shared_prefix_forward: bool
+    rollout_engine: str
+    rollout_seeded: bool
 
     @classmethod
     def of(cls, args: Any) -> EngineSettings:
@@ -154,6 +176,8 @@ class EngineSettings(NamedTuple):
             budget("max_tokens_per_generation_batch", AUTO_TOKENS_PER_GENERATION_BATCH),
             bool(_value(args, "skip_dead_groups")),
             bool(_value(args, "shared_prefix_forward")),
+            _value(args, "rollout_engine"),
+            bool(_value(args, "rollout_seeded")),
         )
 
 

@@ -29,6 +29,8 @@ class RewardStepMixin(GRPOTrainer):
     """
 
     model: Any
+    num_generations: Any
+    num_generations_eval: Any
     reward_funcs: Any
     reward_processing_classes: Any
     _reward_settings: RewardSettings
@@ -63,13 +65,13 @@ class RewardStepMixin(GRPOTrainer):
             given = self._given_rewards[:, i]
             metrics[f"rewards/{name}/mean"][-1] = torch.nanmean(given).item()
             metrics[f"rewards/{name}/std"][-1] = nanstd(given).item()
-            table = self._logs["rewards"][name]
+            table: Any = self._logs["rewards"][name]  # type: ignore[index]
             for _ in range(min(len(table), len(given))):
                 table.pop()
             table.extend(given.tolist())
 
     def _rewards_in_isolation(
-        self, inputs: list[dict[str, Any]], prompts: Any, completions: Any, completion_ids_list: Any
+        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
     ) -> torch.Tensor:
         functions = self._reward_functions()
         models = [i for i in range(len(self.reward_funcs)) if i not in functions]
@@ -78,7 +80,7 @@ class RewardStepMixin(GRPOTrainer):
             with self._only_rewards(models):
                 parts.append(super()._calculate_rewards(inputs, prompts, completions, completion_ids_list))
         if functions:
-            columns = {name: [row[name] for row in inputs] for name in inputs[0] if name not in _NOT_PASSED_ON}
+            columns = {str(name): [row[name] for row in inputs] for name in inputs[0] if name not in _NOT_PASSED_ON}
             outcome = self._runner_for(functions).score(
                 prompts,
                 completions,

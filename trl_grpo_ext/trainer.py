@@ -14,8 +14,6 @@ from trl import GRPOTrainer
 from trl_grpo_ext.compat.call import accepts_ppo_calls
 from trl_grpo_ext.config import EngineSettings, GroupRelativeConfig, RewardSettings
 from trl_grpo_ext.errors import DataError
-from trl_grpo_ext.learner.micro_batches import plan_generation_batches
-from trl_grpo_ext.learner.packed_step import PackedScoringMixin
 from trl_grpo_ext.learner.window import RolloutWindow
 from trl_grpo_ext.learner.window_step import WindowStepMixin
 from trl_grpo_ext.monitor.user_logs import UserLogs
@@ -24,11 +22,12 @@ from trl_grpo_ext.preflight import check_one_step_of_data, check_reward_columns
 from trl_grpo_ext.reward_step import RewardStepMixin
 from trl_grpo_ext.rewards.registry import unique_names
 from trl_grpo_ext.rng import preserved_rng
+from trl_grpo_ext.rollout.rollout_step import RolloutStepMixin
 
 logger = logging.getLogger(__name__)
 
 
-class GroupRelativeTrainer(WindowStepMixin, PackedScoringMixin, RewardStepMixin, GRPOTrainer):
+class GroupRelativeTrainer(WindowStepMixin, RolloutStepMixin, RewardStepMixin, GRPOTrainer):
     """Train a policy with group-relative advantages: a drop-in for ``trl.GRPOTrainer``.
 
     Takes the arguments of ``trl.GRPOTrainer`` in its order; ``args`` may be a plain ``trl.GRPOConfig``. One optimiser
@@ -88,6 +87,9 @@ class GroupRelativeTrainer(WindowStepMixin, PackedScoringMixin, RewardStepMixin,
         self._window = RolloutWindow()
         self._packed_forward_is_on = self.engine_settings.shared_prefix_forward
         self._max_packed_tokens = self.engine_settings.max_tokens_per_micro_batch or None
+        self._engine_is_on = self.engine_settings.rollout_engine == "auto"
+        self._rollout_is_seeded = self.engine_settings.rollout_seeded
+        self._max_generation_tokens = self.engine_settings.max_tokens_per_generation_batch or None
         self._why_no_window = self._find_why_no_window()
         if self._why_no_window is not None and self.engine_settings.max_tokens_per_micro_batch:
             logger.warning("Using TRL's own micro-batches, and skipping no dead group: %s.", self._why_no_window)
@@ -162,28 +164,6 @@ class GroupRelativeTrainer(WindowStepMixin, PackedScoringMixin, RewardStepMixin,
             self._metrics["train"]["step_time"].append(self._current_train_step_time)
             self._current_train_step_time = 0.0
         return loss
-
-    def _generate_single_turn(
-        self,
-        prompt_ids: list[list[int]],
-        images: Any,
-        multimodal_fields: dict[str, Any],
-        num_generations: int,
-        has_tool_images: bool = False,
-    ) -> tuple[list[list[int]], list[list[float]] | None]:
-        budget = self.engine_settings.max_tokens_per_generation_batch
-        other_engine = self.use_vllm or self.use_transformers_continuous_batching
-        longest = self.max_completion_length
-        if not budget or other_engine or images is not None or multimodal_fields or longest is None:
-            return super()._generate_single_turn(
-                prompt_ids, images, multimodal_fields, num_generations, has_tool_images
-            )
-        lengths = [len(ids) for ids in prompt_ids]
-        completion_ids: list[list[int]] = []
-        for rows in plan_generation_batches(lengths, longest, num_generations, budget):
-            ids, _ = super()._generate_single_turn(prompt_ids[rows], None, {}, num_generations)
-            completion_ids.extend(ids)
-        return completion_ids, None
 
     def _log_completion_extra(self, column: str, values: list) -> None:
         if self._user_logs.accepts_column(column, values):

@@ -65,6 +65,10 @@ class PackedScoringMixin(GRPOTrainer):
             **multimodal,
         )
 
+    def _shares_prompts(self, model: Any, max_length: int) -> bool:
+        """Return whether rows of at most ``max_length`` tokens are forwarded with each distinct prompt once."""
+        return self._why_not_packed(model, max_length, False, {}) is None
+
     def _why_not_packed(
         self, model: Any, max_length: int, compute_aux_loss: bool, multimodal: dict[str, Any]
     ) -> str | None:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType
 from transformers.training_args import OptimizerNames
-from trl import GRPOTrainer
 
 from trl_grpo_ext.learner.micro_batches import Row, plan_micro_batches
+from trl_grpo_ext.learner.packed_step import PackedScoringMixin
 from trl_grpo_ext.learner.window import RolloutWindow, Scores
 
 
@@ -39,19 +39,16 @@ class LocalAccelerator:
         return tensor
 
 
-class WindowStepMixin(GRPOTrainer):
+class WindowStepMixin(PackedScoringMixin):
     """Add :meth:`_run_window` to a GRPO trainer.
 
     ``compute_loss`` of TRL runs unchanged on TRL's own micro-batches; log-probabilities reach it through the
     ``_get_per_token_logps_and_entropies`` seam.
     """
 
-    args: Any
     model: Any
     optimizer: Any
-
     _given_scores: Scores | None = None
-    _prompts_are_shared = False
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         if self._given_scores is not None:
@@ -70,7 +67,8 @@ class WindowStepMixin(GRPOTrainer):
             Scalar without gradient: the sum of TRL's micro-batch losses.
         """
         alive, dead = window.rows()
-        plan = plan_micro_batches(alive, max_tokens, shared_prompts=self._prompts_are_shared)
+        longest = max(batch["prompt_ids"].size(1) + batch["completion_ids"].size(1) for batch in window.batches)
+        plan = plan_micro_batches(alive, max_tokens, shared_prompts=self._shares_prompts(model, longest))
         # Every process runs the same number of passes: sharded models gather parameters in each of them. At least one,
         # so that gradients exist (and are zero) where every group is dead, as they do in TRL.
         num_passes = max(self._max_over_processes(len(plan)), 1)

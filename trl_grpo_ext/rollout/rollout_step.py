@@ -1,0 +1,114 @@
+"""Sample the completions of a step, at TRL's seam for one turn of generation."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from trl import GRPOTrainer
+from trl.models import unwrap_model_for_generation
+
+from trl_grpo_ext.learner.micro_batches import plan_generation_batches
+from trl_grpo_ext.rollout.engine import RolloutBatch, RolloutProgress, SamplingParams
+from trl_grpo_ext.rollout.support import merged_generation_settings
+from trl_grpo_ext.rollout.transformers_engine import TransformersRolloutEngine
+
+logger = logging.getLogger(__name__)
+
+Completions = tuple[list[list[int]], list[list[float]] | None]
+
+
+class RolloutStepMixin(GRPOTrainer):
+    """Sample with the rollout engine where it is exact, with ``model.generate`` in pieces of a token budget elsewhere.
+
+    vLLM, continuous batching and images stay on TRL's path.
+    """
+
+    args: Any
+    model: Any
+    _engine_is_on = False
+    _rollout_is_seeded = False
+    _max_generation_tokens: int | None = None
+    _engine: TransformersRolloutEngine | None = None
+    _num_rollouts = 0
+
+    def _generate_single_turn(
+        self,
+        prompt_ids: list[list[int]],
+        images: Any,
+        multimodal_fields: dict[str, Any],
+        num_generations: int,
+        has_tool_images: bool = False,
+    ) -> Completions:
+        if self.use_vllm or self.use_transformers_continuous_batching or images is not None or multimodal_fields:
+            return super()._generate_single_turn(
+                prompt_ids, images, multimodal_fields, num_generations, has_tool_images
+            )
+        batch = self._sample_with_engine(prompt_ids) if self._engine_is_on else None
+        if batch is not None:
+            return batch.completion_ids, None
+        longest, budget = self.max_completion_length, self._max_generation_tokens
+        if budget is None or longest is None:
+            return super()._generate_single_turn(prompt_ids, None, {}, num_generations)
+        completion_ids: list[list[int]] = []
+        lengths = [len(ids) for ids in prompt_ids]
+        for rows in plan_generation_batches(lengths, longest, num_generations, budget):
+            ids, _ = super()._generate_single_turn(prompt_ids[rows], None, {}, num_generations)
+            completion_ids.extend(ids)
+        return completion_ids, None
+
+    def _sample_with_engine(self, prompt_ids: list[list[int]]) -> RolloutBatch | None:
+        """Return completions from the engine, or None (and say why, once) where it would not be exact."""
+        if self._engine is None:
+            self._engine = TransformersRolloutEngine(self._tokenizer)
+        with (
+            unwrap_model_for_generation(
+                self.model_wrapped,
+                self.accelerator,
+                gather_deepspeed3_params=self.args.ds3_gather_for_generation,
+                generation_kwargs=self.generation_kwargs,
+                gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
+            ) as model,
+            torch.no_grad(),
+            self._dist.summon_full_params(self.model_wrapped, recurse=False),
+        ):
+            settings = merged_generation_settings(model, self.generation_config)
+            params = SamplingParams.from_generation_settings(settings, self._row_seeds(len(prompt_ids)))
+            reason = self._engine.why_unsupported(model, params, settings)
+            if reason is not None:
+                self._say_why_generate(reason)
+                return None
+            batch = self._engine.generate(
+                model, prompt_ids, params, max_tokens=self._max_generation_tokens, progress=_log_progress
+            )
+        seconds = batch.stats.prefill_s + batch.stats.decode_s
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics["rollout/seconds"].append(seconds)
+        metrics["rollout/tokens_per_second"].append(batch.stats.num_tokens / max(seconds, 1e-9))
+        return batch
+
+    def _row_seeds(self, num_rows: int) -> list[int] | None:
+        """Return a seed for each row that depends on run, step, call, process and row, not on how rows are batched."""
+        if not self._rollout_is_seeded:
+            return None
+        self._num_rollouts += 1
+        place = [self.args.seed, self.state.global_step, self._num_rollouts, self.accelerator.process_index]
+        return [int(seed) for seed in np.random.SeedSequence(place).generate_state(num_rows, np.uint64)]
+
+    def _say_why_generate(self, reason: str) -> None:
+        said: set[str] = self.__dict__.setdefault("_generate_reasons_said", set())
+        if reason not in said:
+            said.add(reason)
+            logger.warning("Sampling with model.generate: %s.", reason)
+
+
+def _log_progress(progress: RolloutProgress) -> None:
+    logger.info(
+        "rollout: %d of %d completions, %d tokens, %.0f s",
+        progress.num_rows_done,
+        progress.num_rows,
+        progress.num_tokens,
+        progress.elapsed_s,
+    )
