@@ -52,6 +52,7 @@ SCENARIOS |= pair(
 SCENARIOS |= pair("kl and two iterations", beta=0.04, num_iterations=2, max_steps=4, dead=[0])
 SCENARIOS |= pair("entropy quantile", top_entropy_quantile=0.4)
 SCENARIOS |= pair("checkpointing", gradient_checkpointing=True, dead=[0, 1, 2, 3])
+SCENARIOS |= pair("every extra", shared_prefix_forward=True, reward_isolation="never", dead=[0, 1, 2, 3])
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from datasets import Dataset
 from harness import (
+    ALL_EXTRAS,
     LOSS_TYPES,
     LogpTable,
     Record,
@@ -96,6 +97,39 @@ def test_gradient_is_trl_s(
     assert_same_gradients(ours, theirs)
 
 
+@pytest.mark.parametrize("split", [(4, 2, None), (8, 1, 60), (2, 4, 10)], ids=lambda split: "x".join(map(str, split)))
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_gradient_is_trl_s_with_every_extra(
+    loss_type: str, split: tuple[int, int, int | None], checkpoint: str, trl_run: Any, tmp_path: Any
+) -> None:
+    """On packed rows, where a budget counts each prompt once; dead groups are skipped."""
+    size, accumulation, budget = split
+    fields = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation, "loss_type": loss_type}
+    theirs = trl_run(checkpoint, tuple(fields.items()))
+    ours = train(True, checkpoint, tmp_path, max_tokens_per_micro_batch=budget, **ALL_EXTRAS, **fields)
+    assert_same_gradients(ours, theirs)
+
+
+def test_gradient_is_trl_s_with_every_default(checkpoint: str, tmp_path: Any) -> None:
+    """As a user has it who changes one import: rewards in worker processes too."""
+
+    def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        # inside a function, so that the workers are sent its code and need not import torch through `harness`
+        return [0.5 if "dead" in p else sum(ids) % 13 / 8 for p, ids in zip(prompts, completion_ids, strict=True)]
+
+    theirs = train(False, checkpoint, tmp_path, reward=reward)
+    ours = train(
+        True,
+        checkpoint,
+        tmp_path,
+        reward=reward,
+        shared_prefix_forward=True,
+        reward_isolation="auto",
+        reward_num_workers=1,
+    )
+    assert_same_gradients(ours, theirs)
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "kl": {"beta": 0.04},
     "two_iterations": {"num_iterations": 2, "beta": 0.04, "max_steps": 4},
@@ -126,14 +160,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
 FEW_LOSSES = ("grpo", "bnpo", "dapo")
 
 
+# In the fast suite each setting meets a token-mean loss on packed rows and two others on padded ones.
+CROSS = [(loss, packed) for loss in LOSS_TYPES for packed in (False, True)]
+FAST_CROSS = (("grpo", False), ("bnpo", False), ("dapo", True))
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize(
-    "loss_type", [loss if loss in FEW_LOSSES else pytest.param(loss, marks=pytest.mark.slow) for loss in LOSS_TYPES]
+    ("loss_type", "packed"),
+    [pytest.param(*pair, marks=[] if pair in FAST_CROSS else pytest.mark.slow) for pair in CROSS],
 )
-def test_gradient_is_trl_s_with(loss_type: str, setting: str, checkpoint: str, tmp_path: Any) -> None:
-    fields = {"loss_type": loss_type, **SETTINGS[setting]}
+def test_gradient_is_trl_s_with(loss_type: str, packed: bool, setting: str, checkpoint: str, tmp_path: Any) -> None:
+    fields = {"loss_type": loss_type, "max_tokens_per_micro_batch": 40, **SETTINGS[setting]}
     theirs = train(False, checkpoint, tmp_path, **fields)
-    ours = train(True, checkpoint, tmp_path, max_tokens_per_micro_batch=40, **fields)
+    ours = train(True, checkpoint, tmp_path, **fields, **(ALL_EXTRAS if packed else {}))
     assert_same_gradients(ours, theirs)
 
 
