@@ -122,8 +122,10 @@ class WindowStepMixin(PackedScoringMixin):
         scored, total = self.accelerator.reduce(torch.tensor(tokens, device=scores.logps.device)).tolist()
         metrics = self._metrics["train"]
         if scored == 0:  # nothing was forwarded: TRL's means over no token read 0, which would be a false figure
-            for name, values in metrics.items():
-                values[before.get(name, 0) :] = [float("nan")] * (len(values) - before.get(name, 0))
+            for name in list(metrics):
+                del metrics[name][before.get(name, 0) :]
+                if not metrics[name]:
+                    del metrics[name]
         metrics["window/scored_token_share"].append(scored / max(total, 1))
         metrics["window/micro_batches"].append(float(num_passes))
 
