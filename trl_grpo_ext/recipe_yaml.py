@@ -1,6 +1,7 @@
 """Read YAML as people write it: ``1e-4`` is a number, ``no`` is a word, a key given twice is an error.
 
-PyYAML follows YAML 1.1, where ``1e-4`` is a string and ``eval_strategy: no`` is False. Both spoil runs silently.
+PyYAML follows YAML 1.1, where ``1e-4`` is a string, ``eval_strategy: no`` is False, ``010`` is 8, ``12:30`` is 750 and
+``2024-01-01`` is a date. Each of them spoils a run silently, so the plain values here are those of YAML 1.2.
 """
 
 from __future__ import annotations
@@ -18,21 +19,30 @@ _FLOAT = re.compile(
     r"^[-+]?(?:\d[\d_]*\.[\d_]*(?:[eE][-+]?\d+)?|\.\d[\d_]*(?:[eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.(?:inf|Inf|INF))$"
     r"|^\.(?:nan|NaN|NAN)$"
 )
+_INT = re.compile(r"^[-+]?\d[\d_]*$|^0x[0-9a-fA-F]+$|^0o[0-7]+$")
 _BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with YAML 1.2's booleans and floats, and without duplicate keys."""
+    """SafeLoader with YAML 1.2's plain values, and without duplicate keys."""
 
 
+_REPLACED = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("bool", "float", "int", "timestamp"))
 _Loader.yaml_implicit_resolvers = {
-    first: [
-        (tag, pattern) for tag, pattern in pairs if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")
-    ]
+    first: [(tag, pattern) for tag, pattern in pairs if tag not in _REPLACED]
     for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", _BOOL, list("tTfF"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    text = node.value.replace("_", "")
+    return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
 
 
 def _mapping_without_duplicates(loader: yaml.SafeLoader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

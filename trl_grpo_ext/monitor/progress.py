@@ -50,7 +50,7 @@ class ProgressDisplay:
 
     def update(self, step: int, logs: Mapping[str, Any]) -> None:
         """Show a log entry; entries without a reward (the summary at the end) are passed over."""
-        if "reward" not in logs:
+        if not _is_number(logs.get("reward")):
             return
         figures = self._figures(step, logs)
         if self._progress is not None and self._task is not None:
@@ -67,9 +67,9 @@ class ProgressDisplay:
     def _figures(self, step: int, logs: Mapping[str, Any]) -> list[str]:
         tokens_per_s, eta_s = self._rate.at(step, logs.get("num_tokens"))
         figures = [f"reward {float(logs['reward']):.3f}"]
-        if self.accuracy_key is not None and self.accuracy_key in logs:
+        if self.accuracy_key is not None and _is_number(logs.get(self.accuracy_key)):
             figures.append(f"accuracy {100 * float(logs[self.accuracy_key]):.0f} %")
-        if "completions/mean_length" in logs:
+        if _is_number(logs.get("completions/mean_length")):
             figures.append(f"length {float(logs['completions/mean_length']):.1f}")
         if tokens_per_s is not None:
             figures.append(f"{tokens_per_s:.0f} tok/s")
@@ -96,7 +96,7 @@ class _Rate:
         """
         now = time.monotonic()
         tokens_per_s = None
-        if num_tokens is not None:
+        if _is_number(num_tokens):
             # A resumed run's count starts above zero, so its first entry has nothing to be compared with.
             before = self.last_tokens if self.last_tokens is not None else (0.0 if self.first_step == 0 else None)
             if before is not None and now > self.last_time:
@@ -106,6 +106,14 @@ class _Rate:
         done = step - self.first_step
         eta_s = (now - self.started) / done * (self.total - step) if done > 0 and self.total else None
         return tokens_per_s, eta_s
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a log value can be shown; a metric that nothing was measured for is None."""
+    try:
+        return value is not None and float(value) == float(value)
+    except (TypeError, ValueError):
+        return False
 
 
 def format_duration(seconds: float) -> str:
