@@ -170,15 +170,17 @@ def _is_ordered(collection: Collection) -> bool:
 
 def _same_collection(gold: Collection, answer: Collection, policy: Policy) -> bool | None:
     if _is_ordered(gold) and _is_ordered(answer):
-        brackets = _brackets(gold) == _brackets(answer)
-        return brackets and _in_order(gold.items, answer.items, policy)
+        # Two items in square brackets may be an interval; three are a list, whatever its brackets.
+        same_brackets = len(gold.items) > 2 or _brackets(gold) == _brackets(answer)
+        return same_brackets and _in_order(gold.items, answer.items, policy)
     if "{" in (gold.opening, answer.opening) and (_is_ordered(gold) or _is_ordered(answer)):
         return False  # a set is no tuple
     if policy.set_braces == "required" and gold.opening != answer.opening:
         return False
     if _is_ordered(gold) or _is_ordered(answer):  # a tuple whose brackets were left out keeps its order
         ordered = gold if _is_ordered(gold) else answer
-        return _brackets(ordered) == "()" and _in_order(gold.items, answer.items, policy)
+        may_be_bare = len(ordered.items) > 2 or _brackets(ordered) == "()"
+        return may_be_bare and _in_order(gold.items, answer.items, policy)
     if any(isinstance(item, Named) for item in (*gold.items, *answer.items)):
         return _named_items(gold.items, answer.items, policy)
     joins = {gold.joined_by, answer.joined_by}

@@ -85,10 +85,13 @@ class _Parser(Cursor):
         return self.power()
 
     def juxtaposed(self, before: Node) -> Node:
-        """Return the next factor of an implicit product, which two bare numbers never form."""
+        """Return the next factor of an implicit product; a number never follows a number or a letter in one.
+
+        ``x2`` may mean a subscript or a power, and ``2a2`` a hexadecimal numeral: neither is 2x or 4a.
+        """
         token = self.peek()
-        if token is not None and token.kind == "num" and before[0] == "num":
-            raise NotParsed("two numbers in a row")
+        if token is not None and token.kind == "num" and before[0] in ("num", "sym", "const"):
+            raise NotParsed("a number after a number or a letter")
         return self.power()
 
     def starts_factor(self) -> bool:

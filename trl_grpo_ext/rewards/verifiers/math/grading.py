@@ -84,7 +84,7 @@ def read_gold(text: str, decimal_comma: bool, policy: Policy) -> Gold:
     letter = choice_letter(folded)
     choice = letter if letter is not None and letter == stripped.lstrip("([").strip()[:1] else None
     try:
-        answer = read_answer(folded, decimal_comma=decimal_comma)
+        answer = read_answer(folded, decimal_comma=decimal_comma, is_gold=True)
     except TooLarge:
         return Gold(folded, None, None, None, bool(folded))
     usable = bool(answer.key) and guard.is_balanced(folded) and not _is_prose(answer)

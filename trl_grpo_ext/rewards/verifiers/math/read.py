@@ -6,6 +6,7 @@ is an expression with an optional unit, or words.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,18 +41,27 @@ _SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9
 _MATRICES = frozenset(["matrix", "pmatrix", "bmatrix", "Bmatrix", "vmatrix", "Vmatrix", "smallmatrix", "array"])
 
 
-def read_answer(text: str, *, decimal_comma: bool = False) -> Answer:
+# A date, a time or a dotted code is no arithmetic: 2024-01-05 is neither 2018 nor 2024-05-01.
+_LITERAL = re.compile(r"\d{1,4}([-/.])\d{1,2}\1\d{1,4}(?:[ T]\d{1,2}:\d{2}(?::\d{2})?)?|\d{1,2}:\d{2}:\d{2}")
+_RANGE = re.compile(r"\d{1,9}-\d{1,9}")
+
+
+def read_answer(text: str, *, decimal_comma: bool = False, is_gold: bool = False) -> Answer:
     """Return the answer that ``text`` spells; anything unreadable is :class:`Unread` or :class:`Text`, never an error.
 
     Args:
         text: one answer, folded (see ``fold_unicode``).
         decimal_comma: read ``3,14`` as 3.14.
+        is_gold: read ``10-15`` as a range that only its own spelling equals; in an answer it is a difference.
 
     Raises:
         TooLarge: if it is refused before reading.
     """
     tokens = _trim(tokenise(text, decimal_comma=decimal_comma))
     key = tuple(_spelling(token) for token in tokens)
+    bare = text.strip(" $.")
+    if _LITERAL.fullmatch(bare) or (is_gold and _RANGE.fullmatch(bare)):
+        return Answer(key, Text(bare))
     try:
         return Answer(key, _read(tokens, 0))
     except RecursionError:

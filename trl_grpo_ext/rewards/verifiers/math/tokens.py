@@ -49,6 +49,7 @@ _GROUPED = re.compile(r"\d{1,3}(?:(?:,|\{,\}|\\,|\\!|\\ |~| |'|,\\!)\d{3})+(?![\
 _BRACED_GROUPS = re.compile(r"\d{1,3}(?:(?:\{,\}|\\,|,\\!)\d{3})+(?!\d)(?:\.\d+)?")
 _DECIMAL_COMMA = re.compile(r"\d+(?:\{,\}|,)\d+(?!\d)")
 _PLAIN = re.compile(r"\d+(?:\.\d+)?|\.\d+")
+_PREFIXED = re.compile(r"0(?:x[0-9a-fA-F]{1,256}|b[01]{1,1024}|o[0-7]{1,512})(?![0-9A-Za-z])")
 _TRAILING_POINT = re.compile(r"\.(?!\d)(?=\s*(?:$|[})\]\\*]))")
 _EXPONENT = re.compile(r"[eE]([+-]?\d{1,5})(?![\d.A-Za-z])")
 _NOT_DIGITS = re.compile(r"[^\d.]")
@@ -97,6 +98,10 @@ class _Lexer:
         if self.takes_one_digit() and text[position] != ".":
             self.add("num", text[position], Fraction(int(text[position])))
             return position + 1
+        coded = _PREFIXED.match(text, position)
+        if coded:
+            self.add("num", coded.group(), Fraction(int(coded.group(), 0)))
+            return coded.end()
         if self.decimal_comma:
             match = _DECIMAL_COMMA.match(text, position)
             if match:

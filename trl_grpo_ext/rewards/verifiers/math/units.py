@@ -79,6 +79,12 @@ _COMPOUND = {"mph": (("h", -1), ("mi", 1)), "kmh": (("h", -1), ("km", 1)), "kph"
 _POWERS = {"square": 2, "squared": 2, "sq": 2, "cubic": 3, "cubed": 3, "cu": 3}
 _FILLERS = "of the a an about in total long wide tall old away each units unit and"
 _IGNORED = frozenset(_FILLERS.split())
+# Words after a number that change the number or doubt it: "5 factorial" is not five of something.
+_CHANGERS = (
+    "plus minus times over divided by factorial squared cubed mod modulo choose root power to not less more than least"
+    " most if when maybe unless negative th st nd rd"
+)
+_CHANGES_THE_NUMBER = frozenset(_CHANGERS.split())
 # Letters that are variables in mathematics: bare and unspaced they are no units (``2m``), spaced they may be (``2 m``).
 SINGLE_LETTERS = frozenset(name for name in _BY_NAME if len(name) == 1)
 
@@ -115,6 +121,8 @@ def read_unit(tokens: Sequence[Token]) -> Unit | None:
             return None
         name = token.text
         if name.lower() in _POWERS:
+            if not powers and name.lower().endswith("ed"):
+                return None
             if powers and name.lower().endswith("ed"):
                 powers[next(reversed(powers))] *= _POWERS[name.lower()]
             else:
@@ -123,6 +131,8 @@ def read_unit(tokens: Sequence[Token]) -> Unit | None:
         power, position = _exponent(tokens, position)
         unit = _symbol(name)
         if unit is None:
+            if name.lower() in _CHANGES_THE_NUMBER:
+                return None
             if name.lower() not in _IGNORED:
                 nouns.append(_singular(name.lower()))
             continue
