@@ -60,7 +60,8 @@ def plot_run(
         accuracy.plot([], [], "o", color="grey", label="held-out")
     accuracy.set_ylim(-0.02, 1.02)
     accuracy.set_ylabel("share right")
-    accuracy.legend(fontsize=8, loc="upper left")
+    if accuracy.get_legend_handles_labels()[0]:
+        accuracy.legend(fontsize=8, loc="upper left")
     _curve(length, entries, "completions/mean_length", _LINE, "mean length", _FAINT)
     length.set_ylabel("tokens per completion")
     length.set_ylim(bottom=0)
