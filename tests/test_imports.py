@@ -20,6 +20,7 @@ LAYERS = {
     "_version": 0,
     "errors": 0,
     "types": 0,
+    "source_fields": 0,
     "objective": 1,
     "data": 1,
     "rewards": 1,
@@ -34,12 +35,20 @@ LAYERS = {
     "config": 3,
     "preflight": 3,
     "models": 3,
-    "trainer": 4,
-    "compat": 5,
-    "source_fields": 0,
-    "recipe_yaml": 5,
-    "recipe": 6,
-    "cli": 7,
+    "compat.call": 3,  # puts the arguments of a call in order, knows no trainer
+    "compat.fields": 3,
+    "reward_step": 4,
+    "trainer": 5,
+    "compat": 6,
+    "recipe_fields": 6,
+    "recipe_yaml": 6,
+    "recipe": 7,
+    "cli": 8,
+}
+# Against the direction, inside a function and for a stated reason.
+EXCEPTIONS = {
+    # a call in PPO's words turns the instance into the compat room's trainer, which is loaded for such calls only
+    ("compat.call", "compat.ppo_trainer.become_ppo_trainer"),
 }
 # Maths, data and rewards are given flat values: they never see the settings, nor TRL's.
 BLIND_TO_SETTINGS = ("objective", "data", "rewards", "memory", "learner.packing", "learner.micro_batches")
@@ -47,7 +56,8 @@ SETTINGS = ("trl_grpo_ext.config", "trl_grpo_ext.trainer", "trl", "transformers.
 
 # Optional or heavy package -> modules that may import it at all (None: anywhere, but only inside a function).
 HOMES: dict[str, tuple[str, ...] | None] = {
-    "peft": ("memory", "models", "cli", "recipe"),
+    # the last two take a user's adapter apart: its LoRA layers to decode, its wrapper to find the value head's model
+    "peft": ("memory", "models", "cli.run", "rollout.packed_decoder", "compat.value_head"),
     "bitsandbytes": ("memory",),
     "vllm": ("rollout",),
     "ray": ("rollout", "rewards"),
@@ -118,6 +128,8 @@ def breaches(imports: list[Import]) -> list[str]:
             continue
         target = item.target.removeprefix("trl_grpo_ext.")
         mine, theirs = layer_of(item.module), layer_of(target)
+        if item.is_lazy and (item.module, target) in EXCEPTIONS:
+            continue
         if mine is None:
             lines.append(f"{item.module}: not in the table of layers; give it a place")
         elif theirs is not None and mine[0].split(".")[0] != theirs[0].split(".")[0] and theirs[1] >= mine[1]:
@@ -209,7 +221,7 @@ def test_walk_notices(tmp_path: Path) -> None:
         ("vllm.engine", True, False),
     ]
     assert breaches([item for item in found if not item.is_typing]) == [
-        "objective.bad:2 (layer 1) imports trainer (layer 4)",
+        "objective.bad:2 (layer 1) imports trainer (layer 5)",
         "objective.bad:3 (layer 1) imports rewards.registry.unique_names (layer 1)",
     ]
     assert breaches([Import("novel", "trl_grpo_ext.errors", 1, False, False)]) == [
