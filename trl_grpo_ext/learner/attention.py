@@ -234,8 +234,9 @@ def shared_prefix_attention(
     device_type = query.device.type
     is_autocast = torch.is_autocast_enabled(device_type)
     out_dtype = torch.get_autocast_dtype(device_type) if is_autocast and query.dtype != torch.float64 else query.dtype
-    # On the CPU, attention in half precision is slower than in float32 (its backward, 1.5 times) and noisier.
-    is_half_on_cpu = device_type == "cpu" and out_dtype in (torch.bfloat16, torch.float16)
+    # On the CPU, attention in half precision is slower than in float32 (its backward, 1.5 times) and noisier. With a
+    # soft-cap, it stays what transformers' own eager attention computes, rounding included.
+    is_half_on_cpu = device_type == "cpu" and out_dtype in (torch.bfloat16, torch.float16) and softcap is None
     dtype = torch.float32 if is_half_on_cpu else out_dtype
     sizes = packed_layout.slot_sizes()
     queries, keys, values = (
@@ -298,8 +299,7 @@ def _attend(
     scores = (query @ key.transpose(2, 3)) * (query.size(-1) ** -0.5 if scaling is None else scaling)
     scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~mask, float("-inf"))
-    dtype = torch.promote_types(scores.dtype, torch.float32)
-    return nn.functional.softmax(scores, dim=-1, dtype=dtype).to(value.dtype) @ value
+    return nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype) @ value
 
 
 def _run_flash(

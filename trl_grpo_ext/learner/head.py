@@ -140,11 +140,14 @@ class _ScoreTokens(torch.autograd.Function):
             for rows in _tiles(num_tokens, weight.size(0), hidden.device):
                 z = transform.apply(nn.functional.linear(hidden[rows], weight, bias))
                 label = labels_N[rows].unsqueeze(-1)
-                p = torch.softmax(z, -1)
-                # The normaliser from the largest logit: one pass of exponentials serves everything.
-                log_norm = z.amax(-1) - p.amax(-1).log()
+                # Not torch.softmax: on the CPU, its exponential is off by 1e-5, which shows in entropies and gradients.
+                largest = z.amax(-1, keepdim=True)
+                p = torch.sub(z, largest).exp_()
+                total = p.sum(-1, keepdim=True)
+                log_norm = (largest + total.log()).squeeze(-1)
                 log_norm_N[rows] = log_norm
                 logps_N[rows] = z.gather(-1, label).squeeze(-1) - log_norm
+                p.div_(total)
                 if entropies_N is not None:
                     entropies_N[rows] = log_norm - torch.linalg.vecdot(p, z)
                 if direction_NH is not None:
