@@ -16,9 +16,9 @@ import pytest
 import reward_zoo as zoo
 
 from trl_grpo_ext.rewards import wire
-from trl_grpo_ext.rewards.dispatch import read_record
 from trl_grpo_ext.rewards.outcome import Failure, Score
 from trl_grpo_ext.rewards.pool import WorkerPool, death_of
+from trl_grpo_ext.rewards.scorings import read_record
 from trl_grpo_ext.rewards.wire import BrokenFrameError, FrameReader, frame, parse_json
 
 

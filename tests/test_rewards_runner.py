@@ -140,7 +140,7 @@ def test_async_rewards_that_wait_for_ever(make: Any) -> None:
 
 
 def test_fifty_hangs_leave_the_pool_full_and_nobody_behind(make: Any) -> None:
-    runner = make(zoo.acting(), timeout_s=0.2)
+    runner = make(zoo.acting(), timeout_s=0.3)
     score(runner, eight())
     for number in range(50):
         deed = ("hang", "stubborn", "power", "exit", "orphan")[number % 5]
@@ -586,3 +586,27 @@ def test_a_verifier_with_its_own_isolation_judges_the_batch_at_once(
     outcome = score(runner, ["0 raise", "9 fine"])
     assert outcome.rewards[0] == [None, None]
     assert "sandbox gone" in outcome.failures[0].detail
+
+
+def test_state_between_batches_stays_in_one_worker_and_is_announced(
+    make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def counting() -> Any:
+        step = 0
+
+        def count(completions: Any, **kwargs: Any) -> list[float]:
+            nonlocal step
+            step += 1
+            return [float(step)] * len(completions)
+
+        return count
+
+    inside = counting()
+    inside.isolated = False
+    with caplog.at_level(logging.WARNING):
+        runner = make(zoo.acting(), counting(), counting(), inside)
+    said = [record.message for record in caplog.records]
+    assert len(said) == 2
+    assert all("changes nonlocal step" in message for message in said)
+    for step in range(1, 6):
+        assert score(runner, eight()).rewards[1:] == [[float(step)] * 8] * 3

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from trl_grpo_ext.rewards.coerce import ShapeError, coerce_rewards
-from trl_grpo_ext.rewards.dispatch import Record, read_record
 from trl_grpo_ext.rewards.outcome import Failure
+from trl_grpo_ext.rewards.scorings import Record, read_record
 from trl_grpo_ext.rewards.worker import LogRecorder, call_keywords, contained, failure_of, judge, record_of, score_of
 
 

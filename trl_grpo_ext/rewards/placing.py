@@ -13,6 +13,7 @@ from typing import Any, Literal
 import cloudpickle
 
 from trl_grpo_ext.errors import ConfigurationError
+from trl_grpo_ext.rewards.outside_state import outside_changes
 from trl_grpo_ext.rewards.signature import (
     Accepted,
     accepted_keywords,
@@ -36,6 +37,7 @@ class Plan:
     Attributes:
         pickled: the function as a worker gets it; None if it runs in the training process.
         why_here: why it runs in the training process; None if it does not.
+        changes: what it changes outside itself; all its batch calls then go to the same worker.
         identity: what the function is, for the cache; None if its scores are not cached.
         usual_s: longest of its last whole calls, in seconds.
     """
@@ -49,6 +51,7 @@ class Plan:
     may_split: bool
     pickled: bytes | None = None
     why_here: str | None = None
+    changes: tuple[str, ...] = ()
     identity: bytes | None = None
     pool_index: int = -1
     recent_s: list[float] = field(default_factory=list)
@@ -110,6 +113,14 @@ def plan_reward(function: Callable[..., Any], name: str, isolate: Isolation) -> 
             raise ConfigurationError(f"reward {name!r} cannot run in a worker process: {why}")
         if why is not None:
             plan.move_here(why)
+        elif changes := outside_changes(function):
+            plan.changes = tuple(changes)
+            logger.warning(
+                "Reward %r changes %s. It runs in a worker process, where the rest of your program does not see that, "
+                "and loses it when the worker is replaced. If that matters, set its attribute isolated = False.",
+                name,
+                ", ".join(changes),
+            )
     if is_deterministic(function):
         plan.identity = _identity(plan)
     return plan

@@ -46,6 +46,7 @@ class Worker:
         self.reader = FrameReader()
         self.job: Any = None  # what it works on; None if idle
         self.last_heard = 0.0  # time.monotonic()
+        self.homes: set[str] = set()  # rewards whose batch calls it has had; they come back here if they can
         self.closed_at: float | None = None  # it hung up, its exit status is not here yet
 
 
@@ -232,6 +233,10 @@ class WorkerPool:
     def busy(self) -> list[Worker]:
         """Return the workers that have a job."""
         return [worker for worker in self._workers.values() if worker.job is not None]
+
+    def home_of(self, name: str) -> Worker | None:
+        """Return the worker that has had the batch calls of a reward."""
+        return next((worker for worker in self._workers.values() if name in worker.homes), None)
 
     def pids(self) -> list[int]:
         """Return the process numbers of the workers; wait for those that have only just been asked for."""

@@ -15,13 +15,14 @@ from typing import Any, get_args
 
 from trl_grpo_ext.errors import ConfigurationError, RewardError, nearest
 from trl_grpo_ext.rewards.cache import RewardCache
-from trl_grpo_ext.rewards.dispatch import EachScoring, MakeJob, WholeScoring, score_in_workers
+from trl_grpo_ext.rewards.dispatch import score_in_workers
 from trl_grpo_ext.rewards.in_process import InProcessScoring, RewardRandomness
 from trl_grpo_ext.rewards.log_calls import deliver
 from trl_grpo_ext.rewards.outcome import FailedSample, Failure, FailureBudget, RewardOutcome, Score
 from trl_grpo_ext.rewards.placing import Isolation, plan_reward
 from trl_grpo_ext.rewards.pool import WorkerPool
 from trl_grpo_ext.rewards.registry import required_columns
+from trl_grpo_ext.rewards.scorings import EachScoring, MakeJob, WholeScoring
 from trl_grpo_ext.rewards.summary import RewardSummary
 from trl_grpo_ext.rewards.verifier import VerifierReward
 from trl_grpo_ext.rewards.work import Batch, Work, job_maker
@@ -304,6 +305,7 @@ class RewardRunner:
             is_async=plan.is_async,
             may_split=plan.may_split,
             usual_s=plan.usual_s,
+            keeps_state=bool(plan.changes),
         )
 
     def _in_process(self, work: Work, batch: Batch) -> InProcessScoring:

@@ -6,8 +6,8 @@ import collections
 import logging
 from collections.abc import Sequence
 
-from trl_grpo_ext.rewards.dispatch import Record
 from trl_grpo_ext.rewards.outcome import Failure, Score
+from trl_grpo_ext.rewards.scorings import Record
 from trl_grpo_ext.rewards.work import Batch, Work
 
 logger = logging.getLogger(__name__)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from trl_grpo_ext.rewards.cache import RewardCache, content_key
-from trl_grpo_ext.rewards.dispatch import EachScoring, Record, WholeScoring
 from trl_grpo_ext.rewards.in_process import InProcessScoring
 from trl_grpo_ext.rewards.log_calls import LogCall, merge_split_calls
 from trl_grpo_ext.rewards.outcome import Failure
 from trl_grpo_ext.rewards.placing import Plan
+from trl_grpo_ext.rewards.scorings import EachScoring, Record, WholeScoring
 
 _MAX_LOG_HISTORY = 100
 _PER_SAMPLE_NAMES = ("prompts", "completions", "completion_ids")
