@@ -160,3 +160,19 @@ def kinds(kind: str, completions: Sequence[str], **kwargs: Any) -> Any:
 def pid(completions: Sequence[str], **kwargs: Any) -> list[float]:
     """Return the number of the process that scores."""
     return [float(os.getpid())] * len(completions)
+
+
+def digits_or_disaster(completions: Sequence[Any], completion_ids: Sequence[list[int]], **kwargs: Any) -> list[Any]:
+    """Pay the share of digits; now and then, depending on the tokens, do what ends or poisons runs."""
+    rewards: list[Any] = []
+    for completion, ids in zip(completions, completion_ids, strict=True):
+        number = sum(ids) % 100
+        if number < 14:
+            deed = ("raise", "hang", "sys.exit", "exit", "segfault", "text", "nan", "inf", "large", "tuple")[
+                number % 10
+            ]
+            rewards.append(act(f"0 {deed}"))
+        else:
+            text = completion if isinstance(completion, str) else completion[0]["content"]
+            rewards.append(sum(character.isdigit() for character in text) / max(1, len(text)))
+    return rewards
