@@ -21,9 +21,9 @@ def test_an_abusive_reward_neither_ends_nor_poisons_a_run(tmp_path: Path) -> Non
         gradient_accumulation_steps=1,
         num_generations=8,
         max_completion_length=6,
-        max_steps=20,
+        max_steps=30,
         optim="adamw_torch",
-        learning_rate=1e-2,
+        learning_rate=2e-2,
         max_grad_norm=1.0,
         reward_isolation="always",
         reward_timeout_s=0.3,
@@ -31,7 +31,7 @@ def test_an_abusive_reward_neither_ends_nor_poisons_a_run(tmp_path: Path) -> Non
     )
     trainer.train()
     steps = [logs for logs in record.logs if "reward" in logs]
-    assert len(steps) == 20
+    assert len(steps) == 30
     assert all(torch.isfinite(weights).all() for weights in record.weights.values())
     failed = [logs["rewards/digits_or_disaster/failed"] for logs in steps]
     assert sum(value > 0 for value in failed) > 8
