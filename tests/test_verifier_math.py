@@ -31,7 +31,8 @@ PAIRS = load("math_pairs.jsonl")
 
 def right(gold, answer, **options):
     """Return True, False or None (no score) for one completion."""
-    score = math(**options).judge(answer, gold).score
+    # A long deadline: the default of 2 s could be missed on a machine that runs other things as well.
+    score = math(**{"timeout_s": 60.0, **options}).judge(answer, gold).score
     assert score in (None, 0.0, 1.0)
     return None if score is None else score == 1.0
 
@@ -161,7 +162,7 @@ CALLER_PAIRS = [
 
 
 def test_field_case_22_the_verdicts_are_the_same_from_four_kinds_of_callers():
-    reward = math()
+    reward = math(timeout_s=60.0)
     golds, answers = [gold for gold, _ in CALLER_PAIRS], [answer for _, answer in CALLER_PAIRS]
 
     def score():
@@ -288,6 +289,7 @@ FORMS = (
 )
 
 
+@settings(deadline=None)
 @given(st.integers(-(10**40), 10**40), st.sampled_from(FORMS))
 def test_an_integer_in_any_form_is_right_and_any_other_integer_wrong(value, form):
     assert right(str(value), form % value) is True
@@ -296,6 +298,7 @@ def test_an_integer_in_any_form_is_right_and_any_other_integer_wrong(value, form
     assert right(str(value), form % -(value or 1)) is False
 
 
+@settings(deadline=None)
 @given(st.integers(-999, 999), st.integers(1, 999))
 def test_a_fraction_is_right_however_it_is_written(top, bottom):
     value = Fraction(top, bottom)
@@ -306,12 +309,14 @@ def test_a_fraction_is_right_however_it_is_written(top, bottom):
     assert right(str(value), boxed(f"\\frac{{{bottom}}}{{{top}}}" if top else "1")) is (value in (1, -1))
 
 
+@settings(deadline=None)
 @given(st.decimals(allow_nan=False, allow_infinity=False, places=6, min_value=-(10**5), max_value=10**5))
 def test_a_decimal_is_right_with_zeros_added_and_wrong_in_another_last_digit(value):
     assert right(str(value), boxed(f"{value}000")) is True
     assert right(str(value), boxed(str(value + value.__class__("0.000001")))) is False
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(-50, 50), min_size=2, max_size=6, unique=True), st.randoms(use_true_random=False))
 def test_sets_ignore_order_and_tuples_do_not(items, random):
     shuffled = random.sample(items, len(items))
@@ -323,7 +328,7 @@ def test_sets_ignore_order_and_tuples_do_not(items, random):
     assert right(listed, boxed(f"{listed}, 99")) is False
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(-9, 9), min_size=1, max_size=5), st.integers(1, 9))
 def test_a_polynomial_equals_its_shuffle_and_not_its_neighbour(coefficients, shift):
     terms = [f"({value})x^{{{power}}}" for power, value in enumerate(coefficients)]
@@ -332,6 +337,7 @@ def test_a_polynomial_equals_its_shuffle_and_not_its_neighbour(coefficients, shi
     assert right(gold, boxed(f"{gold} + {shift}")) is False
 
 
+@settings(deadline=None)
 @given(st.text(max_size=200))
 def test_no_text_raises_and_no_text_earns_a_number_it_does_not_hold(text):
     assert right("918273645", text.replace("9", "")) is not True

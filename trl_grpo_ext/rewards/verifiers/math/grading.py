@@ -138,7 +138,7 @@ def grade(gold: Gold, text: str, *, policy: Policy, decimal_comma: bool, symboli
         return Grade(False, "too_large")
     if verdict is not None:
         return _grade(verdict, "numeric")
-    return _symbolic(gold, text, timeout_s) if symbolic else Grade(False, "unreadable", "numeric")
+    return _symbolic(gold, answer, text, timeout_s) if symbolic else Grade(False, "unreadable", "numeric")
 
 
 def _grade(right: bool, stage: str = "exact") -> Grade:
@@ -152,9 +152,12 @@ def _same_numbers(gold: Number, answer: Number, policy: Policy) -> bool:
     return same_rationals(gold.value, answer.value, nodes[0], nodes[1], policy.tolerances)
 
 
-def _symbolic(gold: Gold, text: str, timeout_s: float) -> Grade:
+def _symbolic(gold: Gold, answer: Answer, text: str, timeout_s: float) -> Grade:
     assert gold.answer is not None
-    if isinstance(gold.answer.body, Text) or not (guard.needs_algebra(text) or guard.needs_algebra(gold.text)):
+    undecided = not any(isinstance(side.body, Unread) for side in (gold.answer, answer))
+    if isinstance(gold.answer.body, Text) or not (
+        undecided or guard.needs_algebra(text) or guard.needs_algebra(gold.text)
+    ):
         return Grade(False, "unreadable", "numeric")
     if guard.refusal(text) is not None or guard.refusal(gold.text) is not None:
         return Grade(False, "too_large", "numeric")

@@ -14,11 +14,10 @@ MAX_COMMANDS = 60
 MAX_NUMBER_DIGITS = 30
 MAX_BOUND = 2000  # of sums, products, exponents, factorials, binomials
 
-# What only a computer algebra system can read. Text without any of these never reaches it.
+# What our own reader does not know and a computer algebra system may. Other unread text never reaches it.
 _NEEDS_ALGEBRA = re.compile(
-    r"\\(?:i?int|oint|sum|prod|lim|det|frac\s*\{\s*d|partial|nabla|begin|mid|setminus|cap|cup|mathbb|forall|exists|"
-    r"equiv|pmod|bmod|mod|log|ln|sin|cos|tan|sec|csc|cot|sqrt|frac|exp|binom|in\b|notin|Re|Im|max|min|gcd|lcm|vec|hat)"
-    r"|\\\{[^{}]*(?:\||:)|[<>]|\\[lg]eq?"
+    r"\\(?:i?int|oint|sum|prod|lim|det|frac\s*\{\s*d|partial|nabla|begin|mid|setminus|cap|forall|exists|pmod|bmod|mod|notin|"
+    r"Re|Im|vec|hat)(?![A-Za-z])|\\\{[^{}]*(?:\||:)"
 )
 _BIG_OPERATOR = re.compile(r"\\(?:i?int|oint|sum|prod|lim)(?![A-Za-z])")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
