@@ -304,8 +304,6 @@ class PPOConfig(TrainingArguments, RemovedArguments):
                     f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, allowed))}."
                     f"{nearest(getattr(self, name), allowed)}"
                 )
-        if self.kl_in == "loss" and "kl_estimator" in self._given and self.kl_estimator == "k1":
-            raise ConfigurationError("kl_in='loss' is GRPO's k3 term; kl_estimator='k1' needs kl_in='reward'.")
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {

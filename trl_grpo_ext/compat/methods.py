@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import defaultdict
 from typing import Any
 
@@ -141,15 +142,27 @@ class PPOMethodsMixin(RewardShapingMixin):
         self, rows: list[dict[str, Any]], prompts: list[list[int]], responses: list[list[int]], texts: list[str]
     ) -> list[float]:
         """Return the task score of each sample, leaving the metrics and logs of training as they are."""
-        kept = (self._pending_extra_logs, self._pending_metrics, self._rewards_per_func, self._sampled)
+        if not self._ppo.has_reward:
+            return [math.nan] * len(rows)
+        names = (
+            "_pending_extra_logs",
+            "_pending_metrics",
+            "_rewards_per_func",
+            "_given_rewards",
+            "_sampled",
+            "_metrics",
+        )
+        kept = {name: getattr(self, name, None) for name in names}
         self._pending_extra_logs, self._pending_metrics = defaultdict(list), defaultdict(list)
-        self._sampled = SampledBatch(prompts, responses, None)
+        self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
+        self._sampled, self._wants_kl = SampledBatch(prompts, responses, None), False
         conversational = isinstance(rows[0]["prompt"], list)
         completions: list[Any] = [[{"role": "assistant", "content": t}] for t in texts] if conversational else texts
         try:
-            rewards = self._task_rewards(rows, [row["prompt"] for row in rows], completions, responses)
+            rewards = self._calculate_rewards(rows, [row["prompt"] for row in rows], completions, responses)
         finally:
-            self._pending_extra_logs, self._pending_metrics, self._rewards_per_func, self._sampled = kept
+            self.__dict__.update(kept)
+            self._wants_kl = True
         columns = list(self._ppo.score_columns)
         first = self.accelerator.process_index * len(rows)
         weighted = rewards * self.reward_weights.to(rewards.device)

@@ -133,6 +133,9 @@ class PPOTrainer(ClassicLoopMixin):
             self.add_callback(SampleTables(self, settings.num_sample_generations, setup.plan.optimizer_steps))
         if setup.era == "classic":
             self._start_loop()
+        elif not hasattr(self.model, "policy"):
+            # PPO's model held policy and critic; past nn.Module, which would take it for a submodule of itself
+            self.model.__dict__["policy"] = self.model
         if self.accelerator.is_main_process:
             logger.warning("%s", setup.report)
 

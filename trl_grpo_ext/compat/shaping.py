@@ -63,6 +63,7 @@ class RewardShapingMixin(GroupRelativeTrainer):
     _forwarded: Forwarded | None = None
     _last_logps: torch.Tensor | None = None
     _last_move = PolicyMove(1.0, 0.0, 0.0)
+    _wants_kl = True
     _began_at = 0.0
 
     def _tokenize_prompts(self, prompts: list) -> Any:
@@ -140,30 +141,31 @@ class RewardShapingMixin(GroupRelativeTrainer):
             self._forwarded = Forwarded(self._last_logps, input_ids, attention_mask, mask)
         return output
 
-    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
-        rewards_NK = self._task_rewards(inputs, prompts, completions, completion_ids_list)
-        column = self._ppo.kl_column
-        if column is not None:
-            kl_N, entropy_N = self._kl_of_sampled_batch()
-            rewards_NK[:, column] = -self.kl_ctl.value * kl_N
-            self._report_kl(kl_N, entropy_N, rewards_NK[:, column])
-        self._report_scores(rewards_NK, completion_ids_list)
-        self._rewards_per_func = rewards_NK  # dead groups are found on these: a KL penalty tells equal scores apart
-        return rewards_NK
+    def _reward_functions(self) -> list[int]:
+        """Leave out what the trainer works out itself: no worker has to know it."""
+        return [i for i in super()._reward_functions() if not isinstance(self.reward_funcs[i], TrainerScored)]
 
-    def _task_rewards(
-        self, inputs: Any, prompts: Any, completions: Any, completion_ids: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
-        """Return all rewards (N, K) but the KL penalty, whose column is 0: functions, reward models, missing ends."""
-        device = self.accelerator.device
-        called = [i for i, reward in enumerate(self.reward_funcs) if not isinstance(reward, TrainerScored)]
-        columns: dict[int, torch.Tensor] = {}
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
+        own = self._own_rewards(completion_ids_list)
+        called = [i for i in range(len(self.reward_funcs)) if i not in own]
+        made_of = given = None
         if called:
             with self._only_rewards(called):
-                rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids)
-            columns = dict(zip(called, rewards.T, strict=True))
+                made_of = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+                given = self._given_rewards
+        rewards_NK = _columns(own, called, made_of)
+        # Dead groups are found on these: a KL penalty tells equal scores apart.
+        self._rewards_per_func = rewards_NK
+        self._given_rewards = rewards_NK if given is made_of else _columns(own, called, given)
+        self._report_scores(rewards_NK, completion_ids_list)
+        return rewards_NK
+
+    def _own_rewards(self, completion_ids: Sequence[Sequence[int]]) -> dict[int, torch.Tensor]:
+        """Return the columns (N,) that need ids or log-probabilities: reward models, missing ends, the KL penalty."""
+        assert self._sampled is not None
+        device = self.accelerator.device
+        columns: dict[int, torch.Tensor] = {}
         for column, module in self._ppo.token_rewards.items():
-            assert self._sampled is not None
             scores = score_token_ids(
                 self.accelerator.unwrap_model(module),
                 self._sampled.prompt_ids,
@@ -175,8 +177,19 @@ class RewardShapingMixin(GroupRelativeTrainer):
         if self._ppo.eos_penalty is not None:
             column, penalty = self._ppo.eos_penalty
             columns[column] = gather(torch.tensor(penalty(completion_ids), device=device))
-        zeros = torch.zeros(len(prompts) * self.accelerator.num_processes, device=device)
-        return torch.stack([columns.get(i, zeros).float() for i in range(len(self.reward_funcs))], dim=1)
+        if self._ppo.kl_column is not None:
+            nothing = torch.zeros(len(completion_ids) * self.accelerator.num_processes, device=device)
+            columns[self._ppo.kl_column] = self._kl_penalty() if self._wants_kl else nothing
+        return columns
+
+    def _kl_penalty(self) -> torch.Tensor:
+        kl_N, entropy_N = self._kl_of_sampled_batch()
+        penalty_N = -self.kl_ctl.value * kl_N
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics["objective/kl"].append(kl_N.mean().item())
+        metrics["objective/entropy"].append(entropy_N.mean().item())
+        metrics["objective/non_score_reward"].append(penalty_N.mean().item())
+        return penalty_N
 
     def _kl_of_sampled_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return KL to the reference and minus the summed log-probability, both (N,), of the batch just sampled."""
@@ -260,19 +273,13 @@ class RewardShapingMixin(GroupRelativeTrainer):
         ratio, approx, moved, count = self.accelerator.reduce(sums, reduction="sum").tolist()
         return PolicyMove(ratio / count, approx / count, moved / count) if count else PolicyMove(1.0, 0.0, 0.0)
 
-    def _report_kl(self, kl_N: torch.Tensor, entropy_N: torch.Tensor, penalty_N: torch.Tensor) -> None:
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        metrics["objective/kl"].append(kl_N.mean().item())
-        metrics["objective/entropy"].append(entropy_N.mean().item())
-        metrics["objective/non_score_reward"].append(penalty_N.mean().item())
-
     def _report_scores(self, rewards_NK: torch.Tensor, completion_ids: Sequence[Sequence[int]]) -> None:
         """Log PPO's names for the scores; the penalty for a missing end counts as score, as in TRL 1.12."""
         metrics = self._metrics["train" if self.model.training else "eval"]
         columns = list(self._ppo.score_columns)
         weights = self.reward_weights.to(rewards_NK.device)
         score = (rewards_NK * weights)[:, columns].nansum(dim=1).mean().item()
-        penalty = metrics["objective/non_score_reward"][-1] if self._ppo.kl_column is not None else 0.0
+        penalty = 0.0 if self._ppo.kl_column is None else rewards_NK[:, self._ppo.kl_column].mean().item()
         eos = self._tokenizer.eos_token_id
         ended = torch.tensor([float(sum(eos in ids for ids in completion_ids))], device=rewards_NK.device)
         metrics["objective/scores"].append(score)
@@ -302,3 +309,11 @@ class RewardShapingMixin(GroupRelativeTrainer):
             if ratios.numel():
                 metrics["val/ratio_var"] = [ratios.var(unbiased=ratios.numel() > 1).item()]
         super().log(logs, start_time)
+
+
+def _columns(own: dict[int, torch.Tensor], called: Sequence[int], rewards: torch.Tensor | None) -> torch.Tensor:
+    """Return (N, K): ``own`` columns, and those of ``rewards`` at the places ``called``."""
+    columns = dict(own)
+    if rewards is not None:
+        columns |= dict(zip(called, rewards.T, strict=True))
+    return torch.stack([columns[i].float() for i in range(len(columns))], dim=1)

@@ -33,7 +33,7 @@ class PPOSettings(NamedTuple):
         kl_horizon: Responses over which the weight adapts.
         missing_eos_penalty: Subtracted from the score of a response without EOS, or None.
         stop_token_id: A further token that ends a response, or None.
-        rollout_rows: Rows per call of ``generate`` and per forward pass without gradient.
+        rollout_rows: Rows per call of ``generate`` and per forward pass without gradient; None: the trainer's budgets.
         num_sample_generations: How often sample tables are printed over the run.
         ref_adapter_name: PEFT adapter that is the reference, or None: the base model.
         model_adapter_name: PEFT adapter that is trained, or None: the active one.
@@ -104,7 +104,8 @@ def _translate_v2(config: PPOConfig, world_size: int, num_rows: int | None) -> T
         world_size=world_size,
         num_generations=config.num_generations,
     )
-    chosen, notes = config.chosen(), []
+    chosen = config.chosen()
+    notes: list[str] = []
     per_update = plan.optimizer_steps
     fields = _common(config, plan, chosen)
     fields |= {
@@ -144,7 +145,8 @@ def _translate_v2(config: PPOConfig, world_size: int, num_rows: int | None) -> T
         kl_estimator=config.kl_estimator,
         missing_eos_penalty=config.missing_eos_penalty,
         stop_token_id=config.stop_token_id,
-        rollout_rows=config.local_rollout_forward_batch_size,
+        # PPO's 64 was a bound on memory; the budgets of the trainer bound it unless the user did
+        rollout_rows=chosen.get("local_rollout_forward_batch_size"),
         num_sample_generations=config.num_sample_generations,
         ref_adapter_name=config.ref_adapter_name,
         model_adapter_name=config.model_adapter_name,
