@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -10,6 +11,7 @@ from typing import Any, Literal
 from trl_grpo_ext.errors import ConfigurationError
 from trl_grpo_ext.rewards.verifier import Verdict, verifier
 
+_MAX_TAGS = 200  # a text with more has repeated some, whatever follows
 _NAME = re.compile(r"[A-Za-z][\w-]{0,40}\Z")
 
 
@@ -78,7 +80,8 @@ def format(
     if tokenizer is not None and completion_ids is not None:
         text = _decode(tokenizer, tuple(int(token) for token in completion_ids), names)
     opened = opened_by_template == "yes" or (opened_by_template == "auto" and _prompt_opens(prompt, names[0]))
-    found = [(match.group(1), match.group(2), match.span()) for match in _tag_pattern(names).finditer(text)]
+    matches = itertools.islice(_tag_pattern(names).finditer(text), _MAX_TAGS)
+    found = [(match.group(1), match.group(2), match.span()) for match in matches]
     wanted = [(slash, name) for name in names for slash in ("", "/")]
     if last_tag == "untagged":
         wanted = wanted[:-2]
