@@ -29,7 +29,7 @@ from trl_grpo_ext.rewards.runner import RewardRunner
 from trl_grpo_ext.rewards.verifier import Verdict, verifier
 
 BATCH = 256
-TIMEOUT_S = 0.25
+TIMEOUT_S = 0.5
 SHARES = {"raise": 0.05, "hang": 0.02, "exit": 0.01, "segfault": 0.01, "garbage": 0.01, "non_finite": 0.005}
 REASONS = {
     "raise": "exception",

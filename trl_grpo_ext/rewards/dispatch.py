@@ -8,11 +8,14 @@ import time
 from collections.abc import Sequence
 
 from trl_grpo_ext.rewards.outcome import Failure
-from trl_grpo_ext.rewards.pool import Event, Worker, WorkerPool
+from trl_grpo_ext.rewards.pool import Event, Worker, WorkerPool, waited_for_cpu_s
 from trl_grpo_ext.rewards.scorings import EachScoring, Job, WholeScoring
 
 _LOAD_TIMEOUT_S = 120.0
 _STOP_CHECK_S = 0.5
+# On a crowded machine a healthy sample may be late only because nobody let it run. More than this is not granted, so
+# that a hang is still over within a second after its time limit.
+_MAX_GRACE_S = 0.4
 
 
 def score_in_workers(
@@ -120,7 +123,11 @@ def _limit_of(worker: Worker) -> float | None:
     if not job.state.get("begun"):
         return worker.last_heard + _LOAD_TIMEOUT_S
     limit_s = job.scoring.limit_s(job)
-    return None if limit_s is None else worker.last_heard + limit_s
+    if limit_s is None:
+        return None
+    # Noted by ``_overdue``; a later sample of the job starts without it.
+    grace_s = job.state["grace_s"] if job.state.get("grace_since") == worker.last_heard else 0.0
+    return worker.last_heard + limit_s + grace_s
 
 
 def _stop_overdue(pool: WorkerPool) -> None:
@@ -140,8 +147,20 @@ def _stop_overdue(pool: WorkerPool) -> None:
 
 
 def _overdue(pool: WorkerPool) -> list[Worker]:
+    """Return the workers whose time is up, after allowing for time in which they did not get a processor."""
     now = time.monotonic()
-    return [worker for worker in pool.busy() if (limit := _limit_of(worker)) is not None and now >= limit]
+    found = []
+    for worker in pool.busy():
+        limit, state = _limit_of(worker), worker.job.state
+        if limit is None or now < limit:
+            continue
+        if state.get("begun") and state.get("grace_since") != worker.last_heard:
+            waited_s = waited_for_cpu_s(worker.pid) - worker.waited_before_s
+            state["grace_s"], state["grace_since"] = min(max(0.0, waited_s), _MAX_GRACE_S), worker.last_heard
+            limit += state["grace_s"]
+        if now >= limit:
+            found.append(worker)
+    return found
 
 
 def _stop_jobs_of(pool: WorkerPool, scoring: EachScoring | WholeScoring) -> None:

@@ -46,6 +46,7 @@ class Worker:
         self.reader = FrameReader()
         self.job: Any = None  # what it works on; None if idle
         self.last_heard = 0.0  # time.monotonic()
+        self.waited_before_s = 0.0  # for a processor, when it got its job
         self.homes: set[str] = set()  # rewards whose batch calls it has had; they come back here if they can
         self.closed_at: float | None = None  # it hung up, its exit status is not here yet
 
@@ -258,6 +259,7 @@ class WorkerPool:
             return False
         worker.job = job
         worker.last_heard = time.monotonic()
+        worker.waited_before_s = waited_for_cpu_s(worker.pid)
         return True
 
     def kill(self, worker: Worker) -> None:
@@ -387,6 +389,17 @@ def _receive_now(sock: socket.socket, num_bytes: int) -> bytes:
         return sock.recv(num_bytes)
     finally:
         sock.settimeout(_SEND_TIMEOUT_S)
+
+
+def waited_for_cpu_s(pid: int | None) -> float:
+    """Return how long a process has been ready to run without getting a processor (Linux; 0 elsewhere)."""
+    if pid is None:
+        return 0.0
+    try:
+        with open(f"/proc/{pid}/schedstat") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 def death_of(status: int) -> Failure:

@@ -21,7 +21,7 @@ Record = Score | Failure
 MakeJob = Callable[[Sequence[int], bool, float], dict[str, Any]]
 
 _HEDGE_SHARE = 0.25  # of the sample's time limit, after which samples are tried beside a lasting call …
-_MAX_HEDGE_S = 0.5  # … but no later than this, so that a hang costs at most the limit and half a second
+_MAX_HEDGE_S = 0.4  # … but no later than this, so that a hang costs at most the limit and a little more
 _ASYNC_GRACE_S = 0.25
 
 
