@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trl_grpo_ext.errors import SandboxError
 from trl_grpo_ext.rewards.sandbox.limits import SandboxLimits
@@ -277,7 +277,7 @@ class Confined:
             self._read(fd)
 
     def _on_lifeline(self) -> None:
-        message, ancillary = b"", []
+        message, ancillary = b"", []  # type: bytes, list[Any]
         for _ in range(2):
             try:
                 message, ancillary, _, _ = self._lifeline.recvmsg(4096, socket.CMSG_SPACE(_CREDENTIALS.size))
@@ -306,8 +306,8 @@ class Confined:
             self._read(fd)
         exited = os.WIFEXITED(report["status"])
         end = self._end
-        if end is End.CANCELLED and exited:
-            end = None
+        if exited and end is not End.OUTPUT:
+            end = None  # it was faster than the order to kill it
         if end in (None, End.CANCELLED) and report["cpu_s"] > self._limits.cpu_s:
             end = End.CPU  # whether a tick saw it or not
         if end is None and not self._running:
@@ -355,10 +355,13 @@ class Confined:
             if elapsed > START_TIMEOUT_S:
                 self.kill(End.FAULT)
             return
-        cpu_s, self._waited_s, threads = _usage(self._process_id)
-        if cpu_s > self._limits.cpu_s:
+        usage = _usage(self._process_id)
+        if usage is None:  # it has ended; its report is under way
+            return
+        self._waited_s = max(self._waited_s, usage.waited_s)
+        if usage.cpu_s > self._limits.cpu_s:
             self.kill(End.CPU)
-        elif threads > self._limits.threads + 1:
+        elif usage.threads > self._limits.threads + 1:
             self.kill(End.THREADS)
         elif elapsed - self._waited_s > self._limits.effective_wall_s:
             self.kill(End.WALL)
@@ -383,22 +386,32 @@ class Confined:
             self._finish(ProcessResult(End.CANCELLED))
 
 
-def _usage(process_id: int) -> tuple[float, float, int]:
-    """Return (CPU seconds, seconds spent waiting for a processor, threads) of a process; zeros where unknown."""
-    cpu_s = waited_s = 0.0
-    threads = 1
+class _Usage(NamedTuple):
+    """CPU seconds, seconds spent waiting for a processor, and threads of a process."""
+
+    cpu_s: float
+    waited_s: float
+    threads: int
+
+
+def _usage(process_id: int) -> _Usage | None:
+    """Return what a process has used, zeros where that cannot be known; None if it has ended."""
+    cpu_s, waited_s, threads = 0.0, 0.0, 1
     if process_id <= 0:
-        return cpu_s, waited_s, threads
+        return _Usage(cpu_s, waited_s, threads)
     try:
         # The clock id of another process's CPU time, as clock_getcpuclockid(3) makes it.
         cpu_s = time.clock_gettime((~process_id << 3) | 2)
         with open(f"/proc/{process_id}/stat") as file:
-            threads = int(file.read().rpartition(")")[2].split()[17])
+            fields = file.read().rpartition(")")[2].split()
+        if fields[0] in ("Z", "X"):
+            return None
+        threads = int(fields[17])
         # The thread that waits the longest counts: the main one may be asleep while another starves.
         waited_s = max(_waited_s(process_id, task) for task in os.listdir(f"/proc/{process_id}/task")[:64])
     except (OSError, ValueError, IndexError):
         pass
-    return cpu_s, waited_s, threads
+    return _Usage(cpu_s, waited_s, threads)
 
 
 def _waited_s(process_id: int, task: str) -> float:

@@ -19,7 +19,7 @@ READ_DIR = 1 << 3
 _FS_BY_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
 _MAKE_SPECIAL = sum(1 << bit for bit in (6, 9, 10, 11, 12))  # character device, socket, fifo, block device, symlink
 _EXECUTE = 1
-_REFER, _IOCTL_DEVICE = 1 << 13, 1 << 15
+_IOCTL_DEVICE = 1 << 15
 _NET_ALL = 0b11  # bind and connect TCP
 _SCOPE_ALL = 0b11  # abstract unix sockets, signals
 _RULE_PATH_BENEATH = 1
@@ -81,7 +81,7 @@ class Ruleset:
             self._allow(path, READ_FILE | READ_DIR if os.path.isdir(path) else READ_FILE)
         # Ordinary files only, no program to run, no device.
         for path in writable:
-            self._allow(path, files & ~(_MAKE_SPECIAL | _EXECUTE | _REFER | _IOCTL_DEVICE))
+            self._allow(path, files & ~(_MAKE_SPECIAL | _EXECUTE | _IOCTL_DEVICE))
 
     def _allow(self, path: str, access: int) -> None:
         try:

@@ -51,8 +51,9 @@ def _mirror_links(root: str) -> None:
             os.symlink(os.readlink(source), target)
 
 
-def _bind(source: str, target: str) -> None:
-    """Show a file or tree at ``target``, read-only."""
+def _bind(fd: int, target: str) -> None:
+    """Show the file or tree behind a descriptor at ``target``, read-only."""
+    source = f"/proc/self/fd/{fd}"
     if os.path.isdir(source):
         os.makedirs(target, exist_ok=True)
     else:
@@ -68,12 +69,14 @@ def _bind(source: str, target: str) -> None:
 def _new_root(runtime: Runtime) -> None:
     """Make a tmpfs with the runtime in it the root of this mount namespace, and let go of the old one."""
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
+    # Opened first: what lies under the folder that becomes the root would be hidden.
+    sources = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in runtime.roots if os.path.exists(path)}
     root = "/tmp" if os.path.isdir("/tmp") else "/dev"
     _mount("sandbox", root, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "size=1m,nr_inodes=4096,mode=0755")
     _mirror_links(root)
-    for path in runtime.roots:
-        if os.path.exists(path):
-            _bind(path, root + path)
+    for path, fd in sources.items():
+        _bind(fd, root + path)
+        os.close(fd)
     for path in runtime.hidden:
         _mount("hidden", root + path, "tmpfs", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, "size=4k,mode=0755")
     os.makedirs(os.path.join(root, "scratch"), exist_ok=True)

@@ -63,6 +63,7 @@ class Layers:
         self.server_pid = 0
         self.report: dict[str, str | None] = {}
         self.ruleset: landlock.Ruleset | None = None
+        self.readable: tuple[str, ...] = ()
         self.filters: dict[bool, seccomp.Template] = {}
         self.in_namespace = False
         self.own_uid = False
@@ -133,9 +134,9 @@ def _change_uid(uid: int | None, needed: runtime.Runtime) -> str | None:
 
 def _prepare_children(layers: Layers, needed: runtime.Runtime, folder: str) -> None:
     if layers.report["landlock"] is None:
-        readable = (*needed.readable, folder)
+        layers.readable = (*needed.readable, folder)
         try:
-            layers.ruleset = landlock.Ruleset(readable, (folder,) if layers.in_namespace else ())
+            layers.ruleset = landlock.Ruleset(layers.readable)
         except OSError as error:
             layers.report["landlock"] = f"the kernel offers none ({error.strerror})"
     machine = syscalls.this_machine()
@@ -213,7 +214,12 @@ def _confine_child(limits: dict[str, int], layers: Layers) -> None:
     if scratch:
         if not layers.in_namespace:
             raise PermissionError("a writable scratch folder needs namespaces")
-        os.chdir(namespaces.private_scratch(limits["scratch_bytes"], limits["scratch_files"]))
+        folder = namespaces.private_scratch(limits["scratch_bytes"], limits["scratch_files"])
+        os.chdir(folder)
+        if layers.ruleset is not None:
+            # A rule for the folder below the mount does not hold for what is mounted there.
+            os.close(layers.ruleset.fd)
+            layers.ruleset = landlock.Ruleset(layers.readable, (folder,))
     privileges.set_limits(
         cpu_s=limits["cpu_s"],
         address_space=layers.address_space + limits["memory_bytes"],
