@@ -90,7 +90,7 @@ def _check_columns(recipe: Recipe, rewards: RewardSet, verifiers: RewardSet, col
                 f"(columns: {{gold: {name}}}, or answer: {name}) or leave it out (drop: [{name}])"
             )
     check_reward_columns(rewards.columns, available, columns)
-    if "eval" in recipe.raw:
+    if recipe.raw.get("eval"):
         check_reward_columns(verifiers.columns, available, columns)
 
 
