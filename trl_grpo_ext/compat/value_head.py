@@ -155,7 +155,7 @@ def create_reference_model(model: Any, num_shared_layers: int | None = None, pat
     from trl.experimental.utils import create_reference_model as create
 
     copied = create(unwrap(model), num_shared_layers=num_shared_layers, pattern=pattern)
-    return AutoModelForCausalLMWithValueHead(copied) if hasattr(model, "pretrained_model") else copied
+    return AutoModelForCausalLMWithValueHead(copied).eval() if hasattr(model, "pretrained_model") else copied
 
 
 def _load(path: str, *model_args: Any, own: dict[str, Any], **kwargs: Any) -> Any:
