@@ -176,20 +176,21 @@ def test_workers_die_with_a_trainer_that_is_killed() -> None:
         "threading.Thread(target=runner.score, args=batch).start()\n"
         "time.sleep(0.5)\n"
         "child = os.fork()\n"  # a child that inherits the connections must not keep the workers alive
-        "if child == 0: os.close(1); time.sleep(20); os._exit(0)\n"
+        "if child == 0: time.sleep(20); os._exit(0)\n"
         "print(child, flush=True); os.kill(os.getpid(), 9)\n"
     )
     root = Path(__file__).parents[1]
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=root)
-    lines = trainer.communicate(timeout=60)[0].splitlines()
-    pids = [int(word) for word in lines[0].split()]
-    child = int(lines[1])
+    assert trainer.stdout is not None
+    pids = [int(word) for word in trainer.stdout.readline().split()]
+    child = int(trainer.stdout.readline())
     try:
-        assert trainer.returncode == -9
+        assert trainer.wait(timeout=30) == -9
         assert len(pids) == 2
         assert _gone(pids)
     finally:
         os.kill(child, 9)
+        trainer.stdout.close()
 
 
 def test_the_thread_that_made_the_runner_may_end(make: Any) -> None:

@@ -206,9 +206,7 @@ class WholeScoring:
         due = self.next_tick()
         if due is not None and now >= due:
             self.split = self._new_split()
-        if self.split is None or self.finished or not self.split.finished:
-            return
-        if self._whole_failed is not None or self.split.proven:
+        if self._whole_failed is not None and self.split is not None and self.split.finished and not self.finished:
             self._take_split()
 
     def limit_s(self, job: Job) -> float | None:
