@@ -10,8 +10,10 @@ from trl_grpo_ext.rewards.verifiers.choice import choice
 RIGHT = [
     "B", "(B)", "B.", "B)", "b", "[B]", "B) the second one", "(B) the second one", "B: the second one", "Option B",
     "The answer is B.", "The answer is (B).", "Answer: B", "**Answer: B**", "**B**", "\\boxed{B}",
-    "\\boxed{\\text{(B)}}",    "\\boxed{\\textbf{(B) }7}", "<answer>B</answer>", "#### B", "The correct option is B.", "The best choice is: B",
-    "<think>A or B? surely not C.</think>B", "First I thought \\boxed{A}. But it is \\boxed{B}.", "Some thoughts.\n\nB",
+    "\\boxed{\\text{(B)}}",    "\\boxed{\\textbf{(B) }7}", "<answer>B</answer>", "#### B",
+    "The correct option is B.", "The best choice is: B",
+    "<think>A or B? surely not C.</think>B", "First I thought \\boxed{A}. But it is \\boxed{B}.",
+    "Some thoughts.\n\nB",
     "The correct answer is B because C is too large.",
 ]  # fmt: skip
 WRONG = [

@@ -18,10 +18,24 @@ import time
 NUM_ENTRIES = 6
 TIMEOUT_S = 90
 MARK = "@@screened@@"
-JUNK = (
-    "", " ", "0", "1", "-1", "nan", "inf", "None", "null", "[]", "{}", "yes", "no", "I do not know", "?", "a b c",
-    "the answer is 42", "True", "False", "[[0]]", "x", "\n", "0 0", "A", "()", "\\boxed{}", "answer",
-)  # fmt: skip
+# Never a right answer to anything.
+NONSENSE = ("", " ", "\n", "I do not know", "?", "zzqx", "the answer", "\\boxed{}", "[ ]]", "...", "nan", "None", "{}x")
+# May be right by chance.
+GUESSES = ("0", "1", "-1", "inf", "null", "[]", "{}", "yes", "no", "True", "False", "[[0]]", "x", "0 0", "A", "()")
+
+
+def near_misses(answer: str) -> list[str]:
+    """Return texts that hold the right answer but are wrong: a second answer beside it, a lost sign, a digit more."""
+    found = [f"{answer} or 5", f"zzqx {answer} zzqx", f"{answer}, {answer}"]
+    try:
+        value = float(answer)
+    except ValueError:
+        return found
+    if value:
+        found.append(answer[1:] if answer.startswith("-") else f"-{answer}")
+    if answer.lstrip("-").isdigit() and value:
+        found.append(f"{answer}0")
+    return found
 
 
 def screen(name: str) -> dict[str, object]:
@@ -33,7 +47,15 @@ def screen(name: str) -> dict[str, object]:
     dataset = reasoning_gym.create_dataset(name, size=NUM_ENTRIES, seed=17)
     again = reasoning_gym.create_dataset(name, size=NUM_ENTRIES, seed=17)
     score = get_score_answer_fn(name)
-    found: dict[str, object] = {"own": [], "junk": 0.0, "junk_text": None, "raised": [], "same": True}
+    found: dict[str, object] = {
+        "own": [],
+        "nonsense": 0.0,
+        "guess": 0.0,
+        "near": 0.0,
+        "texts": {},
+        "raised": [],
+        "same": True,
+    }
     for index in range(NUM_ENTRIES):
         entry = dataset[index]
         found["same"] = bool(found["same"]) and entry["answer"] == again[index]["answer"]
@@ -44,15 +66,16 @@ def screen(name: str) -> dict[str, object]:
             found["not_json"] = True
             entry = dict(entry)
         found["own"].append(_call(score, entry["answer"], entry, found))  # type: ignore[attr-defined]
-        for junk in JUNK:
-            if junk.strip() == str(entry["answer"]).strip():
-                continue
-            value = _call(score, junk, entry, found)
-            if value is not None and not value <= found["junk"]:  # type: ignore[operator]
-                found["junk"], found["junk_text"] = value if math.isfinite(value) else "nan", junk
-                if not math.isfinite(value):
-                    found["nan"] = True
-                    found["junk"] = 9.0
+        for kind, texts in (
+            ("nonsense", NONSENSE),
+            ("guess", GUESSES),
+            ("near", near_misses(str(entry["answer"]))),
+        ):
+            for text in texts:
+                value = _call(score, text, entry, found)
+                if value is not None and text.strip() != str(entry["answer"]).strip() and not value <= found[kind]:  # type: ignore[operator]
+                    found[kind] = value if math.isfinite(value) else 9.0
+                    found["texts"][kind] = text  # type: ignore[index]
     found["seconds"] = round(time.perf_counter() - started, 2)
     found["answer"] = str(dataset[0]["answer"])[:80]
     return found
