@@ -149,3 +149,16 @@ def test_building_rewards_imports_no_torch() -> None:
         "bad = {'torch', 'trl', 'transformers', 'numpy', 'sympy'} & set(sys.modules); assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_parts_of_a_combination_are_found_beside_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "part_of_mine.py").write_text("def part(completions, **kw): return [2.0] * len(completions)\n")
+    parts = ["part_of_mine.py:part", "exact"]
+    rewards = build_rewards([{"combine": {"parts": parts, "name": "both"}}, "exact"], base_dir=tmp_path)
+    assert rewards.names == ["both", "exact"]
+    assert rewards.columns == {"both": ("answer",), "exact": ("answer",)}
+    columns: list[str] = []
+    scores = rewards.functions[0](completions=["a"], answer=["a"], log_extra=lambda name, _: columns.append(name))
+    assert scores == [3.0]
+    assert columns == ["both/part", "both/exact"]

@@ -611,3 +611,20 @@ def test_state_between_batches_stays_in_one_worker_and_is_announced(
     assert all("changes nonlocal step" in message for message in said)
     for step in range(1, 6):
         assert score(runner, eight()).rewards[1:] == [[float(step)] * 8] * 3
+
+
+def test_equal_samples_share_their_log_calls(make: Any) -> None:
+    def logged(completions: Any, log_extra: Any, log_metric: Any) -> list[float]:
+        log_extra("text", list(completions))
+        log_metric("number", float(completions[0]))
+        return [float(text) for text in completions]
+
+    logged.deterministic = True  # type: ignore[attr-defined]
+    for isolate in ("always", "never"):
+        columns: dict[str, Any] = {}
+        metrics: dict[str, Any] = {}
+        runner = make(logged, isolate=isolate)
+        for _ in range(2):  # a score that came with log calls is not taken from the cache, or they would be lost
+            log = {"log_extra": columns.__setitem__, "log_metric": metrics.__setitem__}
+            assert runner.score(["p"] * 3, ["1", "4", "1"], **log).rewards == [[1.0, 4.0, 1.0]]
+            assert (columns, metrics) == ({"text": ["1", "4", "1"]}, {"number": 2.0})

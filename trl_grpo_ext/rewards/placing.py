@@ -105,6 +105,9 @@ def plan_reward(function: Callable[..., Any], name: str, isolate: Isolation) -> 
         plan.why_here = "isolation is switched off"
     elif plan.is_verifier and hasattr(function, "judge_batch"):
         plan.why_here = "it judges batches in processes of its own"
+    elif any(hasattr(part, "judge_batch") for part in getattr(function, "functions", ())):
+        plan.why_here = "a part of it judges batches in processes of its own"
+        plan.per_sample = False  # or that part would get its batches one sample at a time
     elif getattr(function, "isolated", True) is False:
         plan.why_here = "it declares isolated = False"
     else:

@@ -6,6 +6,7 @@ reward names and option names in well under a second.
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import importlib
 import importlib.util
@@ -31,6 +32,7 @@ _BUILT_IN = {
     if not module.name.startswith("_")
 }
 _REGISTERED: dict[str, Callable[..., Any]] = {}
+_BASE_DIR: contextvars.ContextVar[str | Path | None] = contextvars.ContextVar("base_dir", default=None)
 
 # What TRL hands to a reward besides the data set's columns.
 CALL_NAMES = (
@@ -101,14 +103,21 @@ def build_rewards(spec: str | Mapping[str, Any] | Sequence[Any], *, base_dir: st
     if not entries:
         raise ConfigurationError("rewards: the list is empty; name at least one reward, for example 'rewards: [math]'")
     functions, weights, wanted_names = [], [], []
-    for entry in entries:
-        for target, options in _entry_items(entry):
-            weight = _weight(target, options.pop("weight", 1.0))
-            display = options.pop("name", None)
-            function = build_reward(target, options, base_dir=base_dir)
-            functions.append(function)
-            weights.append(weight)
-            wanted_names.append(display or reward_name(function))
+    # Rewards made of rewards build their parts here as well, and look for modules in the same folder.
+    token = _BASE_DIR.set(base_dir if base_dir is not None else _BASE_DIR.get())
+    try:
+        for entry in entries:
+            for target, options in _entry_items(entry):
+                weight = _weight(target, options.pop("weight", 1.0))
+                display = options.pop("name", None)
+                function = build_reward(target, options, base_dir=_BASE_DIR.get())
+                if display is not None and hasattr(function, "columns") and not isinstance(target, type):
+                    function.__name__ = display  # what it logs itself goes under the name the user gave
+                functions.append(function)
+                weights.append(weight)
+                wanted_names.append(display or reward_name(function))
+    finally:
+        _BASE_DIR.reset(token)
     distinct = unique_names(wanted_names)
     columns = {name: required_columns(function) for name, function in zip(distinct, functions, strict=True)}
     return RewardSet(functions, weights, distinct, columns)

@@ -114,12 +114,13 @@ class Work:
             self.records.setdefault(sample, missing)
 
     def sample_logs(self) -> dict[int, list[LogCall]]:
-        """Return the log calls that were made for single samples."""
+        """Return the log calls that were made for single samples; a twin's are those of the sample it equals."""
         if self.scoring is None:
             return {}
-        if isinstance(self.scoring, InProcessScoring):
-            return {self.samples[position]: calls for position, calls in self.scoring.logs.items() if calls}
-        return {sample: calls for sample, calls in self.scoring.logs.items() if calls}
+        in_order = isinstance(self.scoring, InProcessScoring)
+        made = {self.samples[key] if in_order else key: calls for key, calls in self.scoring.logs.items() if calls}
+        twins = {twin: made[first] for twin, first in self._twins.items() if first in made}
+        return {**made, **twins}
 
     def log_calls(self) -> list[LogCall]:
         """Return the log calls of the batch."""
