@@ -148,6 +148,14 @@ def test_small_helpers() -> None:
     assert set(first) == {2, 3, 4}
     set_seed(3)
     assert [sampler() for _ in range(50)] == first
+    model = tiny_model()
+    sampled = ppo.respond_to_batch(model, torch.tensor([[5, 6], [7, 8]]), txt_len=30, top_k=1)
+    assert sampled.shape == (2, 30)
+    greedy = model.generate(
+        torch.tensor([[5, 6]]), max_new_tokens=30, min_new_tokens=30, do_sample=False, pad_token_id=0
+    )
+    assert torch.equal(sampled[0], greedy[0, 2:])
+    assert ppo.get_kbit_device_map() is None or torch.cuda.is_available()
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = SIMPLE_CHAT_TEMPLATE
     messages = [{"role": "user", "content": "hi"}]
@@ -161,7 +169,8 @@ def test_small_helpers() -> None:
 OLD_IMPORTS = """
 from trl import PPOTrainer, PPOConfig, AutoModelForCausalLMWithValueHead, create_reference_model, set_seed
 from trl import PPOv2Trainer, PPOv2Config, AutoModelForSeq2SeqLMWithValueHead
-from trl.core import LengthSampler
+from trl.core import LengthSampler, respond_to_batch
+from trl import get_kbit_device_map
 from trl.trainer.ppo_trainer import PPOTrainer as A
 from trl.trainer.ppo_config import PPOConfig as B
 from trl.trainer.ppov2_trainer import PPOv2Trainer as C

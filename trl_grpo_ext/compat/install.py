@@ -19,8 +19,13 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "create_reference_model": ("trl", "trl.models"),
     "set_seed": ("trl", "trl.core"),
     "LengthSampler": ("trl.core",),
+    "respond_to_batch": ("trl.core",),
+    "get_kbit_device_map": ("trl", "trl.trainer.utils"),
     "SIMPLE_CHAT_TEMPLATE": ("trl.trainer.utils",),
 }
+
+# TRL still has these, deprecated, and without knowing the value-head wrapper.
+_REPLACED = frozenset({"create_reference_model"})
 
 
 def install() -> Callable[[], None]:
@@ -39,7 +44,8 @@ def install() -> Callable[[], None]:
     for name, places in _PLACES.items():
         for place in places:
             module = _module(place, undo)
-            _put(module, name, getattr(ppo, name), undo)
+            if not hasattr(module, name) or name in _REPLACED:
+                _put(module, name, getattr(ppo, name), undo)
 
     def uninstall() -> None:
         for step in reversed(undo):

@@ -33,7 +33,9 @@ __all__ = [
     "PPOv2Config",
     "PPOv2Trainer",
     "create_reference_model",
+    "get_kbit_device_map",
     "install",
+    "respond_to_batch",
     "set_seed",
 ]
 
@@ -62,6 +64,41 @@ def set_seed(seed: int) -> None:
     torch.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)
+
+
+def get_kbit_device_map() -> dict[str, int] | None:
+    """Return the device map that puts a quantised model on this process's GPU, or None without one."""
+    if not torch.cuda.is_available():
+        return None
+    from accelerate import PartialState
+
+    return {"": PartialState().local_process_index}
+
+
+def respond_to_batch(
+    model: Any, queries: torch.Tensor, txt_len: int = 20, top_k: int = 0, top_p: float = 1.0
+) -> torch.Tensor:
+    """Return (B, ``txt_len``) tokens sampled after ``queries`` (B, L), whatever they are: nothing ends a response.
+
+    Args:
+        model: A model or a value-head wrapper.
+        queries: Token ids of one length, without padding.
+        txt_len: Tokens to sample.
+        top_k: Sample among that many; 0: all.
+        top_p: Sample among the likeliest tokens of that mass.
+    """
+    output = model.generate(
+        input_ids=queries,
+        attention_mask=torch.ones_like(queries),
+        do_sample=True,
+        top_k=top_k,
+        top_p=top_p,
+        max_new_tokens=txt_len,
+        min_new_tokens=txt_len,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return output[:, queries.size(1) :]
 
 
 def __getattr__(name: str) -> Any:
