@@ -77,11 +77,14 @@ own = bytes(bytearray(b"own-") + bytearray(b"marker-of-the-scan"))
 wanted = bytes(bytearray(b"marker-") + bytearray(b"of-the-expected-value"))
 kept = [own[:]]
 top = libc.sbrk(0) or 0
-pages = set(range(top - (16 << 20) & ~4095, top, 4096))
+pages, bases = set(range(top - (16 << 20) & ~4095, top, 4096)), set()
 for thing in gc.get_objects():
     for address in (id(thing), id(getattr(thing, "__doc__", None) or 0)):
         base = address & ~((1 << 20) - 1)
-        pages.update(range(base, base + (1 << 20), 4096))
+        bases.update((base - (1 << 20), base, base + (1 << 20)))
+for address in (id(own), id(wanted), id(kept[0])):
+    bases.add(address & ~((1 << 20) - 1))
+for base in bases: pages.update(range(base, base + (1 << 20), 4096))
 r, w = os.pipe()
 counts = [0, 0]
 tail = b""

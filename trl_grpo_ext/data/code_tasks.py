@@ -274,6 +274,7 @@ def _brackets(rng: random.Random) -> _Task:
     return _Task(f"{name}_depth_{k}", "text", sentence, body, inputs)
 
 
+_MAX_MISSES = 2000  # in a row
 _MAKERS: tuple[_Maker, ...] = (
     _linear,
     _count_above,
@@ -309,18 +310,19 @@ def generated_rows(size: int = 400, seed: int = 0) -> list[Row]:
     """
     rng = random.Random(seed)
     rows: dict[str, Row] = {}
-    misses = 0
+    tries = misses = 0
     while len(rows) < size:
-        maker = _MAKERS[(len(rows) + misses) % len(_MAKERS)]
+        maker = _MAKERS[tries % len(_MAKERS)]
+        tries += 1
         task = maker(rng)
         row = _row(task, maker.__name__.strip("_"))
         # With one expected value for all inputs, returning that value would pass.
         if task.name in rows or len({test.partition(" == ")[2] for test in row["tests"]}) < 2:
             misses += 1
-            if misses > 50 * size + 1000:
+            if misses > _MAX_MISSES:
                 raise ConfigurationError(f"size={size} is more than the {len(rows)} different tasks that were found")
             continue
-        rows[task.name] = row
+        rows[task.name], misses = row, 0
     return list(rows.values())
 
 
