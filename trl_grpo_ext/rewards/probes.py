@@ -107,6 +107,7 @@ def probe_rewards(
         if not probe.with_gold or not probe.compares or source not in {*probe.compares, "total"}:
             continue
         best[source] = max(probe.forms, key=lambda form: _mean(gold_scores[form][source], probe.with_gold))
+    hopeless: set[str] = set()
     for source in sources:
         everything = [
             *(scores[source] for scores in gold_scores.values()),
@@ -115,6 +116,7 @@ def probe_rewards(
         constant = _constant(source, everything, probe)
         if constant is not None:
             findings.append(constant)
+            hopeless.add(source)
             continue
         if source not in best:
             findings += _without_gold(source, cheap, gold_scores, whole_aim=source == "total" or len(probe.names) == 1)
@@ -125,7 +127,7 @@ def probe_rewards(
             findings.append(_pays_less(check, source, words, golds, cheap[check][source], probe.with_gold))
     # The remaining questions depend on the form, so rewards that want the same form share the calls.
     for form in dict.fromkeys(best.values()):
-        wanted = [source for source, chosen in best.items() if chosen == form and not _is_constant(source, findings)]
+        wanted = [source for source, chosen in best.items() if chosen == form and source not in hopeless]
         if wanted:
             findings += _hacks(probe, score, probe.forms[form], gold_scores[form], wanted)
     idle = {name for name, weight in zip(probe.names, probe.weights, strict=True) if weight == 0}
@@ -318,10 +320,6 @@ def _constant(source: str, everything: Sequence[Sequence[float | None]], probe: 
     if max(seen) <= 0:
         return Finding("constant", source, unknown, f"no text tried got more than {max(seen):g}" + hint)
     return Finding("constant", source, "fail", f"every text tried got {max(seen):g}, so there is nothing to learn from")
-
-
-def _is_constant(source: str, findings: Sequence[Finding]) -> bool:
-    return any(finding.check == "constant" and finding.reward == source for finding in findings)
 
 
 def _by_source(probe: Probe, rewards: Sequence[Sequence[float | None]]) -> dict[str, list[float | None]]:
