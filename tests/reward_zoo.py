@@ -86,6 +86,8 @@ single.per_sample = True  # type: ignore[attr-defined]
 async def waiting(completions: Sequence[str], **kwargs: Any) -> list[Any]:
     """Score after waiting for somebody else."""
     await asyncio.sleep(0.01)
+    if any(completion.endswith("give up") for completion in completions):
+        raise TimeoutError("the judge did not answer")
     if any(completion.endswith("await") for completion in completions):
         await asyncio.sleep(3600)
     return [act(completion) for completion in completions]

@@ -139,6 +139,29 @@ def test_async_rewards_that_wait_for_ever(make: Any) -> None:
     assert time.monotonic() - started < DEADLINE_S + 1.5
 
 
+@pytest.mark.parametrize("isolate", ["always", "never"])
+def test_a_client_that_gives_up_is_no_time_out_of_ours(make: Any, isolate: str) -> None:
+    outcome = score(make(zoo.waiting, isolate=isolate), eight(s5="give up"))
+    assert outcome.rewards == [expected(5)]
+    assert [failure.reason for failure in outcome.failures] == ["exception"]
+    assert "the judge did not answer" in outcome.failures[0].detail
+
+
+def test_async_rewards_inside_that_wait_for_ever(make: Any) -> None:
+    runner = make(zoo.waiting, isolate="never", timeout_s=0.3, batch_timeout_s=1.0)
+    started = time.monotonic()
+    outcome = score(runner, eight(s5="await"))
+    assert outcome.rewards == [expected(5)]
+    assert [failure.reason for failure in outcome.failures] == ["timeout"]
+    assert time.monotonic() - started < 2.0
+
+
+def test_a_closed_runner_starts_again(make: Any) -> None:
+    runner = make(zoo.whole)
+    runner.close()
+    assert score(runner, eight()).rewards == [expected()]
+
+
 def test_fifty_hangs_leave_the_pool_full_and_nobody_behind(make: Any) -> None:
     runner = make(zoo.acting(), timeout_s=0.3)
     score(runner, eight())

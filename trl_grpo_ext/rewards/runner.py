@@ -118,6 +118,7 @@ class RewardRunner:
         """Return the pool with its workers ready; what no worker can load moves to the training process."""
         if self._pool is not None and self._pool.owner_pid != os.getpid():
             self._pool = None  # this is a forked copy of the trainer; the workers belong to the original
+        if self._pool is None:
             self._start_pool()
         if self._pool is None:
             return None
