@@ -64,9 +64,10 @@ def plot_run(
         accuracy.legend(fontsize=8, loc="upper left")
     _curve(length, entries, "completions/mean_length", _LINE, "mean length", _FAINT)
     length.set_ylabel("tokens per completion")
-    length.set_ylim(bottom=0)
+    length.set_ylim(0, 1.08 * length.get_ylim()[1])
     for axes in (reward, accuracy, length):
         axes.set_xlabel("step")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     buffer = io.BytesIO()
