@@ -39,10 +39,11 @@ EXTRAS_OFF: dict[str, Any] = {
     "shared_prefix_forward": False,
     "rollout_engine": "trl",
     "reward_isolation": "off",
+    "reward_abstention": "zero",
 }
 # What most tests leave out, so that they watch the window alone: TRL's forward pass is replaced or counted, and rewards
 # write down what they saw, which a worker process could not do.
-WINDOW_ALONE: dict[str, Any] = {"shared_prefix_forward": False, "reward_isolation": "off"}
+WINDOW_ALONE: dict[str, Any] = {name: v for name, v in EXTRAS_OFF.items() if not name.startswith(("max_", "skip_"))}
 ALL_EXTRAS: dict[str, Any] = {"shared_prefix_forward": True, "reward_isolation": "never"}
 TRL_FIELDS = frozenset(field.name for field in dataclasses.fields(GRPOConfig))
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")

@@ -94,6 +94,24 @@ def test_extras_off_is_trl_with_other_settings(fields: dict[str, Any], checkpoin
     assert_bit_equal(ours, theirs)
 
 
+def test_extras_off_is_trl_with_missing_rewards(checkpoint: str, tmp_path: Any) -> None:
+    """Two functions that abstain here and there, weighted; one row has no reward at all."""
+
+    def first(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+        return [None if sum(ids) % 3 == 0 else len(ids) / 3 for ids in completion_ids]
+
+    def second(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+        return [None if sum(ids) % 6 == 0 else sum(ids) % 7 / 7 for ids in completion_ids]
+
+    def run_both(ours: bool) -> Record:
+        fields = {"max_steps": 3, "reward_weights": [1.0, 0.3], "rows": prompt_rows(16), "reward": [first, second]}
+        trainer, record = build(ours, tmp_path, model=checkpoint, **fields, **EXTRAS_OFF)
+        trainer.train()
+        return record
+
+    assert_bit_equal(run_both(True), run_both(False))
+
+
 def test_comparison_notices_a_difference(checkpoint: str, tmp_path: Any) -> None:
     """Negative control: another seed is not bit-equal."""
     _, theirs, _ = run(False, checkpoint, tmp_path, False)
