@@ -22,6 +22,7 @@ from trl_grpo_ext.rewards.killable import KillableWorkers
 
 HERE = Path(__file__).resolve().parent
 CASES = HERE.parent / "cases"
+FILES = ("math_cases.jsonl", "math_pairs.jsonl")
 LIMIT_S = 20.0
 
 
@@ -137,14 +138,80 @@ def run(rows: list[dict[str, Any]], grader: str) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
+SYMBOLIC = (
+    ("\\frac{1}{2}", "\\int_0^1 x\\,dx"),
+    ("\\frac{1}{3}", "\\int_0^1 x^2\\,dx"),
+    ("55", "\\sum_{k=1}^{10} k"),
+    ("56", "\\sum_{k=1}^{10} k"),
+    ("385", "\\sum_{k=1}^{10} k^2"),
+    ("1", "\\lim_{x\\to 0}\\frac{\\sin x}{x}"),
+    ("-2", "\\begin{vmatrix}1&2\\\\3&4\\end{vmatrix}"),
+    ("2x", "\\frac{d}{dx} x^2"),
+    ("3x^2", "\\frac{d}{dx} x^3"),
+    ("24", "\\prod_{k=1}^{4} k"),
+)
+
+
+def stages(rows: list[dict[str, Any]]) -> None:
+    """Print the median time of a verdict by the stage that decides, everything warm (second call of each row)."""
+    from trl_grpo_ext.rewards.verifiers.math import math, symbolic
+    from trl_grpo_ext.rewards.verifiers.math.extract import extract
+    from trl_grpo_ext.rewards.verifiers.math.grading import grade, read_gold
+    from trl_grpo_ext.rewards.verifiers.math.quantities import Policy
+    from trl_grpo_ext.rewards.verifiers.math.text import fold_unicode
+
+    symbolic.warm_up()
+    reward, policy = math(timeout_s=LIMIT_S), Policy()
+    pairs = [(row["gold"], row["answer"]) for row in rows] + [
+        (gold, f"\\boxed{{{answer}}}") for gold, answer in SYMBOLIC
+    ]
+    times: dict[str, list[float]] = {}
+    for gold, answer in pairs:
+        found = extract(fold_unicode(answer)).text
+        stage = "no answer"
+        if found is not None:
+            stage = grade(
+                read_gold(gold, False, policy),
+                found,
+                policy=policy,
+                decimal_comma=False,
+                symbolic=True,
+                timeout_s=LIMIT_S,
+            ).stage
+        reward.judge(answer, gold)
+        started = time.perf_counter()
+        reward.judge(answer, gold)
+        times.setdefault(stage, []).append(time.perf_counter() - started)
+    print("| decided by | rows | median ms | p95 ms | worst ms |\n| --- | --- | --- | --- | --- |")
+    for stage, found_times in times.items():
+        found_times.sort()
+        median, p95 = found_times[len(found_times) // 2], found_times[int(len(found_times) * 0.95)]
+        print(f"| {stage} | {len(found_times)} | {median * 1e3:.2f} | {p95 * 1e3:.2f} | {found_times[-1] * 1e3:.1f} |")
+    cpu = []
+    for gold, answer in SYMBOLIC:
+        symbolic.decide(gold, answer)
+        started = time.process_time()
+        symbolic.decide(gold, answer)
+        cpu.append(time.process_time() - started)
+    cpu.sort()
+    print(
+        f"\nmath-verify itself, warm, CPU time: median {cpu[len(cpu) // 2] * 1e3:.1f} ms, worst {cpu[-1] * 1e3:.1f} ms"
+    )
+
+
 def main() -> None:
     """Print one table per case file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--graders", nargs="*", default=list(LABELS), choices=list(LABELS))
+    parser.add_argument("--stages", action="store_true", help="time this package's stages instead of comparing graders")
     chosen = parser.parse_args()
     sys.path.insert(0, str(HERE))
+    if chosen.stages:
+        print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n")
+        stages([row for name in FILES for row in load(CASES / name)])
+        return
     print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n")
-    for name in ("math_cases.jsonl", "math_pairs.jsonl"):
+    for name in FILES:
         rows = load(CASES / name)
         print(f"{name}, {len(rows)} rows\n")
         print("| " + " | ".join(COLUMNS) + " |")

@@ -7,6 +7,8 @@ Nothing of an answer ever runs as code: the first two stages are a parser of our
 
 from __future__ import annotations
 
+import functools
+import logging
 import math as _math
 from collections.abc import Mapping
 from decimal import Decimal
@@ -21,6 +23,10 @@ from trl_grpo_ext.rewards.verifiers.math.identity import Tolerances
 from trl_grpo_ext.rewards.verifiers.math.quantities import Policy
 from trl_grpo_ext.rewards.verifiers.math.text import fold_unicode
 
+logger = logging.getLogger(__name__)
+
+_MAX_WARNINGS = 5
+_WARNED: list[str] = []
 DEFAULT_EXTRACT = list(extraction.DEFAULT_ORDER)
 
 
@@ -106,6 +112,7 @@ def math(
     )  # fmt: skip
     golds = [read_gold(gold, decimal_comma, policy) for gold in _gold_texts(reference, several_golds)]
     if not golds or not all(gold.usable for gold in golds):
+        _warn_of_gold(str(reference)[:200])
         return Verdict(None, "gold_unusable")
     found = extraction.extract(
         fold_unicode(text),
@@ -128,6 +135,17 @@ def math(
     except SandboxError:
         return Verdict(None, "symbolic_unavailable", found.text)
     return Verdict(0.0, result.reason, found.text)
+
+
+@functools.lru_cache(maxsize=_MAX_WARNINGS + 1)
+def _warn_of_gold(reference: str) -> None:
+    """Name an unusable reference in the log, the first few of them, each once."""
+    if len(_WARNED) < _MAX_WARNINGS:
+        _WARNED.append(reference)
+        logger.warning(
+            "math: the reference %r is empty, broken or no answer, so its row gets no score (reason gold_unusable)",
+            reference,
+        )
 
 
 def _gold_texts(reference: Any, several_golds: str) -> list[str]:

@@ -55,6 +55,7 @@ _LABEL = re.compile(
 _HEADING = re.compile(
     r"^[\s*_#>]*(?:the\s+)?(?:final\s+)?(?:answer|result|solution|conclusion)[\s*_:]*$", re.IGNORECASE
 )
+_HEADING_LINE = re.compile(r"^[ \t*_#]*(?:the\s+)?(?:final\s+)?answer[ \t*_:]*$", re.IGNORECASE | re.MULTILINE)
 _CONCLUSION = re.compile(
     r"^(?:so|therefore|thus|hence|in\s+total|altogether|in\s+conclusion|finally|consequently|∴|\\therefore)\b[,:]?\s*(.+)$",
     re.IGNORECASE | re.DOTALL,
@@ -178,7 +179,7 @@ def _hashes(text: str) -> _Span | None:
             return _next_line(text, match.end())
         if re.match(r"[^\d$\\]*:?$|(?:step|part|case)\b", line.text, re.IGNORECASE) and text[match.end() :].strip():
             continue  # a markdown heading of level four, not an answer
-        return line._replace(text=_first_value(_LABEL.sub("", line.text)))
+        return line._replace(text=_first_value(_LABEL.sub("", line.text)).strip("*_ "))
     return None
 
 
@@ -202,7 +203,10 @@ def _sentence(text: str) -> _Span | None:
         gap = text[spans[-2].end : spans[-1].start]
         if re.fullmatch(r"[\s*_.]*(?:and|or|also|the|a)?\s*(?:the\s+)?", gap, re.IGNORECASE):
             return _joint_sentences(spans)
-    return spans[-1] if spans else None
+    if spans:
+        return spans[-1]
+    headings = list(_HEADING_LINE.finditer(text))
+    return _next_line(text, headings[-1].end()) if headings else None
 
 
 def _joint_sentences(spans: list[_Span]) -> _Span:
@@ -331,8 +335,15 @@ def extract(
             return Extraction(None, "answer_too_long")
         if same is not None and _contradicted(visible, span, order[position + 1 :], same):
             return Extraction(None, "several_answers")
-        return Extraction(span.text.strip(), name)
+        return Extraction(_statement(span.text, name), name)
     return Extraction(None, "no_answer")
+
+
+def _statement(text: str, source: str) -> str:
+    """Return the answer of a tag whose content is a whole sentence: ``<answer>The answer is 7.</answer>``."""
+    if source == "tag" and (inner := _sentence(text)) is not None:
+        return inner.text
+    return text.strip()
 
 
 def _contradicted(text: str, span: _Span, others: Sequence[str], same: Callable[[str, str], bool]) -> bool:

@@ -54,6 +54,7 @@ class Gold(NamedTuple):
     choice: str | None
     answer: Answer | None
     usable: bool
+    option: str = ""  # of a multiple-choice gold, the text behind its letter
 
 
 def choice_letter(text: str) -> str | None:
@@ -61,11 +62,16 @@ def choice_letter(text: str) -> str | None:
 
     None if it names none or several, or the letter is part of a sentence (``a train``).
     """
+    named = _letter_and_text(text)
+    return None if named is None else named[0]
+
+
+def _letter_and_text(text: str) -> tuple[str, str] | None:
+    """Return the letter of a multiple-choice answer and the text behind it."""
     match = _CHOICE.match(_WRAPPERS.sub("", text).strip().rstrip(".").strip())
-    if match is None:
+    if match is None or _OTHER_CHOICE.search(match.group(4)):
         return None
-    letter = next(group for group in match.groups()[:3] if group)
-    return None if _OTHER_CHOICE.search(match.group(4)) else letter.upper()
+    return next(group for group in match.groups()[:3] if group).upper(), match.group(4).strip()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -81,7 +87,7 @@ def read_gold(text: str, decimal_comma: bool, policy: Policy) -> Gold:
     elif marked.source != "no_answer":
         return Gold(folded, None, None, None, False)
     stripped = _WRAPPERS.sub("", folded).strip().rstrip(".")
-    letter = choice_letter(folded)
+    letter, option = _letter_and_text(folded) or (None, "")
     choice = letter if letter is not None and letter == stripped.lstrip("([").strip()[:1] else None
     try:
         answer = read_answer(folded, decimal_comma=decimal_comma, is_gold=True)
@@ -93,7 +99,7 @@ def read_gold(text: str, decimal_comma: bool, policy: Policy) -> Gold:
             usable = same_answer(answer, answer, policy) is not False
         except TooLarge:
             usable = True  # equal spelling still decides
-    return Gold(folded, read_number(_number_text(folded)), choice, answer, usable)
+    return Gold(folded, read_number(_number_text(folded)), choice, answer, usable, option if choice else "")
 
 
 def _is_prose(answer: Answer) -> bool:
@@ -117,10 +123,14 @@ def grade(gold: Gold, text: str, *, policy: Policy, decimal_comma: bool, symboli
     """
     if not gold.usable:
         return Grade(None, "gold_unusable")
+    named = _letter_and_text(text)
     if gold.choice is not None:
-        letter = choice_letter(text)
-        if letter is not None:
-            return _grade(letter == gold.choice)
+        if named is not None:
+            return _grade(named[0] == gold.choice)
+        if gold.option:  # the text of the right option without its letter
+            gold = read_gold(gold.option, decimal_comma, policy)
+    elif named is not None and named[0] in "ABCDEFGHIJ" and named[1] and gold.number is not None:
+        text = named[1]  # (B) 7 where the gold is 7
     number = read_number(_number_text(text)) if gold.number is not None and not decimal_comma else None
     if number is not None and gold.number is not None:
         return _grade(_same_numbers(gold.number, number, policy))

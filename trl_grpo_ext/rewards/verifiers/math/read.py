@@ -350,9 +350,10 @@ def _quantity(tokens: list[Token]) -> Any:
         parsed.branches = tuple(("mul", [(node, False), (scale, False)]) for node in parsed.branches)
         rest = rest[1:]
     if rest:
-        unit = read_unit(rest) or unit
-        if unit is None:
+        found = read_unit(rest)
+        if found is None:
             return Unread("trailing symbols")
+        unit = found or unit
     product = _as_product(tokens) if rest and all(token.kind in ("sym", "letters") for token in rest) else None
     quantities = tuple(_with_percent(node, unit, product) for node in parsed.branches)
     return quantities[0] if len(quantities) == 1 else Collection(quantities, joined_by="or")

@@ -139,7 +139,7 @@ def _fold_char(char: str) -> str:
     category = unicodedata.category(char)
     if category == "Nd":
         return str(unicodedata.decimal(char))
-    if category == "Cf":  # zero-width and invisible operators carry no meaning of their own
+    if category == "Cf" or char in "\ufe0f\u20e3":  # zero-width, invisible operators, the parts of an emoji digit
         return ""
     folded = unicodedata.normalize("NFKC", char)
     if category == "No" and "⁄" in folded:  # a vulgar fraction; NFKC gives its digits around U+2044

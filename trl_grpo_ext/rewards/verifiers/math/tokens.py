@@ -145,7 +145,9 @@ class _Lexer:
         return end
 
     def letters(self, run: str) -> None:
-        if self.braces and "text" in self.braces:
+        if run.lower() in ("inf", "infinity"):
+            self.add("cmd", "infty")
+        elif self.braces and "text" in self.braces:
             self.add("word", run)
         elif len(run) == 1:
             self.add("sym", run)
@@ -153,7 +155,7 @@ class _Lexer:
             self.add("cmd", run)
         elif run in ("pi", "Pi", "PI"):
             self.add("cmd", "pi")
-        elif run.lower() in ("inf", "infinity", "oo"):
+        elif run == "oo":
             self.add("cmd", "infty")
         else:
             self.add("letters", run)

@@ -102,7 +102,9 @@ def _symbol(name: str) -> Unit | None:
 
 
 def read_unit(tokens: Sequence[Token]) -> Unit | None:
-    """Return the unit that the tokens spell, with unknown words as one noun; None if they are no words at all.
+    """Return the unit that the tokens spell, with unknown words as one noun; None if they are no unit.
+
+    Words that say nothing, as in ``5 units``, are the empty unit.
 
     Knows products, ``/`` and ``per``, powers (``cm^2``, ``square feet``) and ``^{\\circ}C``.
     """
@@ -141,7 +143,7 @@ def read_unit(tokens: Sequence[Token]) -> Unit | None:
         prefix_power = 1
     if nouns and not powers:
         return ((" ".join(nouns), 1),)
-    return tuple(sorted((symbol, power) for symbol, power in powers.items() if power)) or None
+    return tuple(sorted((symbol, power) for symbol, power in powers.items() if power))
 
 
 def _exponent(tokens: Sequence[Token], position: int) -> tuple[int, int]:
