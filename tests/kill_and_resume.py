@@ -74,7 +74,7 @@ def main() -> None:
     import trl_grpo_ext.cli.run  # noqa: F401 (imported before the forks)
 
     recipe, output, plans = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-    arguments = ["train", recipe, "--output-dir", output, "--resume"]
+    arguments = ["train", "--no-check", recipe, "--output-dir", output, "--resume"]
     codes = [child(arguments, plan) for plan in plans]
     codes.append(child(arguments, None))
     print(json.dumps(codes))

@@ -56,7 +56,7 @@ def run(*arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Path:
-    run("train", str(folder / "tiny.yaml"), "--output-dir", str(folder / "out"), "--seed", "3")
+    run("train", "--no-check", str(folder / "tiny.yaml"), "--output-dir", str(folder / "out"), "--seed", "3")
     return folder / "out"
 
 
@@ -151,7 +151,7 @@ def test_second_run_is_refused_and_overwrite_allows_it(
 
 def test_resume_of_a_finished_run_adds_steps(folder: Path) -> None:
     out = folder / "longer"
-    arguments = ["train", str(folder / "tiny.yaml"), "-o", str(out), "--resume"]
+    arguments = ["train", "--no-check", str(folder / "tiny.yaml"), "-o", str(out), "--resume"]
     run(*arguments, "--set", "trainer.max_steps=2")
     before = (out / "before.json").read_text()
     run(*arguments)
@@ -190,7 +190,16 @@ def test_control_permutes_rewards_and_nothing_else(folder: Path, monkeypatch: py
     monkeypatch.setattr(GroupRelativeTrainer, "_calculate_rewards", remember)
     monkeypatch.setattr(run_module, "ShuffledRewardsTrainer", Watched)
     out = folder / "control"
-    run("train", str(folder / "tiny.yaml"), "-o", str(out), "--shuffle-rewards", "--set", "trainer.max_steps=2")
+    run(
+        "train",
+        "--no-check",
+        str(folder / "tiny.yaml"),
+        "-o",
+        str(out),
+        "--shuffle-rewards",
+        "--set",
+        "trainer.max_steps=2",
+    )
     assert json.loads((out / "summary.json").read_text())["control"] is True
     assert "Control run" in (out / "README.md").read_text()
     orders = []
@@ -213,7 +222,18 @@ def test_plain_prompts_without_held_out_rows(folder: Path) -> None:
         "rewards=[letters.py:letters]",
     ]
     sets = [part for change in changes for part in ("--set", change)]
-    run("train", str(folder / "tiny.yaml"), "-o", str(out), "--set", "trainer.max_steps=1", "--set", "eval=null", *sets)
+    run(
+        "train",
+        "--no-check",
+        str(folder / "tiny.yaml"),
+        "-o",
+        str(out),
+        "--set",
+        "trainer.max_steps=1",
+        "--set",
+        "eval=null",
+        *sets,
+    )
     summary = json.loads((out / "summary.json").read_text())
     assert summary["before"] is None
     assert summary["after"] is None
@@ -223,7 +243,17 @@ def test_plain_prompts_without_held_out_rows(folder: Path) -> None:
 
 def test_a_combination_that_trl_refuses_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
-        main(["train", str(folder / "tiny.yaml"), "-o", str(folder / "x"), "--set", "trainer.lr_scheduler_type=cosin"])
+        main(
+            [
+                "train",
+                "--no-check",
+                str(folder / "tiny.yaml"),
+                "-o",
+                str(folder / "x"),
+                "--set",
+                "trainer.lr_scheduler_type=cosin",
+            ]
+        )
     assert leaving.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1].startswith("trl-grpo: error: trainer: cosin is not a valid SchedulerType")
@@ -271,3 +301,14 @@ class _Ending:
         import torch
 
         return torch.cat([input_ids, torch.full((len(input_ids), 3), self.end)], dim=1)
+
+
+def test_rewards_that_teach_the_wrong_thing_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A reward that pays the empty answer as much as the right one: exit code 1, and nothing is written."""
+    (folder / "generous.py").write_text("def generous(completions, **_):\n    return [1.0] * len(completions)\n")
+    changes = ["--set", "rewards=['generous.py:generous']", "-o", str(folder / "generous")]
+    with pytest.raises(SystemExit) as leaving:
+        main(["train", str(folder / "tiny.yaml"), *changes])
+    assert leaving.value.code == 1
+    assert "--no-check trains all the same" in capsys.readouterr().err
+    assert not (folder / "generous").exists()

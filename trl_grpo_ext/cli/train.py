@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from trl_grpo_ext.cli.prepare import Prepared
 
 
 def train(
@@ -31,11 +35,14 @@ def train(
             "--shuffle-rewards", help="Control run: rewards are permuted within each step, so nothing can be learnt."
         ),
     ] = False,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="First prove on 16 rows that the rewards pay right answers best.")
+    ] = True,
     seed: Annotated[int | None, typer.Option("--seed", help="Replaces trainer.seed; the data split stays.")] = None,
 ) -> None:
     """Train the model of a recipe, evaluating it on held-out prompts before and after."""
     from trl_grpo_ext.cli.prepare import prepare
-    from trl_grpo_ext.cli.rundir import RunDirectory
+    from trl_grpo_ext.cli.rundir import RunDirectory, is_main_process
     from trl_grpo_ext.errors import ConfigurationError
 
     if resume and overwrite:
@@ -44,6 +51,8 @@ def train(
     if seed is not None:
         changes.append(f"trainer.seed={seed}")
     prepared = prepare(recipe, changes)
+    if check and is_main_process():
+        _check_rewards(prepared)
     recipe_dir = prepared.recipe.trainer.get("output_dir") or Path("runs") / prepared.recipe.name
     directory = RunDirectory(output_dir or Path(recipe_dir))
     directory.open(prepared.recipe, resume=resume, overwrite=overwrite, control=shuffle_rewards)
@@ -54,3 +63,19 @@ def train(
         run_training(prepared, directory, control=shuffle_rewards, resume=resume)
     finally:
         directory.close()
+
+
+def _check_rewards(prepared: Prepared) -> None:
+    """Leave with 1 if the rewards would teach the wrong thing; the fast version of ``trl-grpo check``."""
+    from rich.console import Console
+
+    from trl_grpo_ext.cli.check import print_report, quick_check
+
+    report = quick_check(prepared.splits.train, prepared.rewards, source=prepared.recipe.data.source)
+    if report.failed():
+        print_report(report, Console(stderr=True))
+        print(
+            "trl-grpo: the rewards failed the check, so nothing was trained; --no-check trains all the same",
+            file=sys.stderr,
+        )
+        raise typer.Exit(1)
