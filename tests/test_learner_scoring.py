@@ -16,11 +16,13 @@ from reference.packing_reference import (
     score_row_by_row,
     tiny_model,
 )
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_grpo_ext.learner import attention, packing, scoring
 from trl_grpo_ext.learner.packing import IrregularRowsError
 from trl_grpo_ext.learner.scoring import score_completions
+from trl_grpo_ext.learner.support import why_unsupported
 
 TEMPERATURE = 0.7
 
@@ -138,6 +140,28 @@ def test_lora_with_and_without_gradient_checkpointing(family, use_reentrant):
     assert all("lora" in name for name in found)
     assert relative_error(found, expected) < 1e-5
     assert model.config._attn_implementation == implementation
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_lora_on_four_bit_weights(tmp_path, checkpointing):
+    pytest.importorskip("bitsandbytes")
+    tiny_model("llama", hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(tmp_path)
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32, bnb_4bit_quant_type="nf4"
+    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantization, device_map="cpu")
+    model = _with_lora(_with_fused_head(model)).train()
+    assert type(model.get_base_model().model.layers[0].mlp.up_proj.base_layer).__name__ == "Linear4bit"
+    assert why_unsupported(model) is None
+    batch = ragged_batch()
+    logps, entropies = score_padded(model, *batch)
+    expected = gradients(model, logps, entropies)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    packed = _packed(model, batch)
+    assert ((packed.logps_BT - logps).abs() / logps.abs().clamp(min=1)).max() < 5e-6
+    assert relative_error(gradients(model, *packed), expected) < 1e-5
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from trl_grpo_ext.learner.attention import LAYOUT_KEYWORD, AttentionLayout, watch_attention
 from trl_grpo_ext.learner.head import read_head_transform, score_tokens
@@ -151,7 +152,7 @@ def _pad_to_all_processes(model: nn.Module, chunks: list[PackedRows], is_limited
     """
     if not (is_limited and torch.distributed.is_available() and torch.distributed.is_initialized()):
         return chunks
-    if not is_sharded(model):
+    if not forward_is_collective(model):
         return chunks
     most = torch.tensor(len(chunks), device=next(model.parameters()).device)
     torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
@@ -162,26 +163,34 @@ def _pad_to_all_processes(model: nn.Module, chunks: list[PackedRows], is_limited
     return chunks + [idle] * (int(most) - len(chunks))
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether the parameters are sharded over processes (FSDP 1 or 2, DeepSpeed ZeRO-3)."""
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+def forward_is_collective(model: nn.Module) -> bool:
+    """Return whether every process must run the same number of forwards.
 
-    if any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in model.modules()):
+    FSDP and DeepSpeed ZeRO-3 gather parameters in a forward; DDP broadcasts buffers, such as rotary frequencies.
+    """
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrappers = (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
+    if any(isinstance(module, wrappers) for module in model.modules()):
         return True
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
-def unwrap(model: Any) -> Any:
-    """Return the transformers model inside DDP, FSDP, DeepSpeed, ``torch.compile`` and PEFT wrappers."""
-    while True:
-        if hasattr(model, "get_base_model"):
-            model = model.get_base_model()
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod
-        elif isinstance(getattr(model, "module", None), nn.Module) and not hasattr(model, "get_output_embeddings"):
-            model = model.module
+def unwrap(model: nn.Module) -> Any:
+    """Return the transformers model inside DDP, FSDP, DeepSpeed, ``torch.compile`` and PEFT wrappers.
+
+    What holds no transformers model is returned as it is.
+    """
+    inner: Any = model
+    while inner is not None and not isinstance(inner, PreTrainedModel):
+        # Looked up on the class and in the submodules, as FSDP and DeepSpeed pass unknown attributes through.
+        if hasattr(type(inner), "get_base_model"):
+            inner = inner.get_base_model()
         else:
-            return model
+            children = inner._modules
+            inner = next((children[n] for n in ("module", "_fsdp_wrapped_module", "_orig_mod") if n in children), None)
+    return model if inner is None else inner
 
 
 def enable_packed_forward(model: Any) -> None:

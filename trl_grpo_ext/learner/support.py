@@ -164,7 +164,7 @@ def find_disagreement(
     """
     base = unwrap(model)
     device = next(iter(base.parameters())).device
-    vocabulary = base.get_input_embeddings().weight.size(0)
+    vocabulary = base.config.vocab_size  # the embedding may be sharded
     num_kept = 4
     generator = torch.Generator().manual_seed(0)
     input_ids = torch.randint(vocabulary, (5, 6 + num_kept), generator=generator)
