@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 from trl_grpo_ext.rewards.verifiers.math.answers import (
@@ -21,10 +22,10 @@ from trl_grpo_ext.rewards.verifiers.math.answers import (
     Union,
     Unread,
 )
-from trl_grpo_ext.rewards.verifiers.math.cursor import Node, NotParsed, number
-from trl_grpo_ext.rewards.verifiers.math.expression import parse_expression
+from trl_grpo_ext.rewards.verifiers.math.evaluate import symbols
+from trl_grpo_ext.rewards.verifiers.math.identity import Tolerances, same_expression
+from trl_grpo_ext.rewards.verifiers.math.read_quantity import looks_like_product, read_quantity
 from trl_grpo_ext.rewards.verifiers.math.tokens import MAX_DEPTH, Token, TooLarge, tokenise
-from trl_grpo_ext.rewards.verifiers.math.units import SINGLE_LETTERS, Unit, is_unit_name, read_unit
 
 _RELATIONS = frozenset(["=", "<", ">", "<=", ">=", "!=", "~=", "in"])
 _AND_OR = {"and": "and", "or": "or", "AND": "and", "OR": "or", "And": "and", "Or": "or", "和": "and", "或": "or"}
@@ -33,11 +34,9 @@ _EMPTY_SET = frozenset({"no solution", "no solutions", "no real solution", "no r
 _ALL_REALS = frozenset({"all real numbers", "all reals", "all real"})
 _OPEN = {"(": "(", "[": "[", "\\{": "{", "{": "{", "<(": "("}
 _CLOSE = {")": ")", "]": "]", "\\}": "}", "}": "}", ")>": ")"}
-_TEMPERATURES = {"c": "degC", "f": "degF"}
 _ACCENTS = frozenset(
     ["angle", "measuredangle", "overline", "triangle", "vec", "hat", "widehat", "overrightarrow", "dot"]
 )
-_SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _MATRICES = frozenset(["matrix", "pmatrix", "bmatrix", "Bmatrix", "vmatrix", "Vmatrix", "smallmatrix", "array"])
 
 
@@ -150,14 +149,9 @@ def _words(tokens: Sequence[Token]) -> Any:
         return Collection((), "{", "}")
     if words in _ALL_REALS:
         return Text("\\mathbb R")
-    if len(tokens) == 1 and tokens[0].kind == "letters" and _looks_like_product(tokens[0].text):
+    if len(tokens) == 1 and tokens[0].kind == "letters" and looks_like_product(tokens[0].text):
         return None
     return Text(words[4:] if words.startswith("the ") else words)
-
-
-def _looks_like_product(run: str) -> bool:
-    """Return whether a bare run of letters is a product of variables rather than a word."""
-    return len(run) <= 4 and (set(run) <= set("xyz") or set(run) <= set("abc") or set(run) <= set("pqrmnk"))
 
 
 def _read_single(tokens: list[Token], depth: int) -> Any:
@@ -175,7 +169,7 @@ def _read_single(tokens: list[Token], depth: int) -> Any:
         return enclosed
     if tokens[0].kind == "env" and tokens[-1].kind == "env":
         return _environment(tokens, depth)
-    return _quantity(tokens)
+    return read_quantity(tokens)
 
 
 def _special(tokens: list[Token]) -> Any:
@@ -207,10 +201,17 @@ def _relation(sides: list[list[Token]], ops: list[str], depth: int) -> Any:
     if ops[0] in ("=", "in", "~=") and all(op in ("=", "~=") for op in ops[1:]):
         name = _name(sides[0])
         if name is not None:
-            value = _read(sides[-1], depth + 1)
-            return Named(name, value)
+            values = [_read(side, depth + 1) for side in sides[1:]]
+            return Named(name, values[-1]) if _may_agree(values) else Unread("a chain of different values")
     read = tuple(_read(side, depth + 1) for side in sides)
     return Relation(read, tuple(ops), tuple(tuple(_spelling(token) for token in side) for side in sides))
+
+
+def _may_agree(values: list[Any]) -> bool:
+    """Return False for a chain such as ``x = 5 = 7``, which would name two answers at once."""
+    constants = [value for value in values if isinstance(value, Quantity) and not symbols(value.node)]
+    exact = Tolerances(inexact=Fraction(1, 100))  # x = 22/7 = 3.14 rounds on the way
+    return all(same_expression(constants[-1].node, value.node, exact) is not False for value in constants[:-1])
 
 
 def _name(tokens: list[Token]) -> str | None:
@@ -320,103 +321,3 @@ def _environment(tokens: list[Token], depth: int) -> Any:
         return Unread("a matrix with rows of different length")
     matrix = Matrix(tuple(tuple(_read(cell, depth + 1) for cell in row) for row in cells))
     return Unread("a determinant") if name in ("vmatrix", "Vmatrix") else matrix
-
-
-def _quantity(tokens: list[Token]) -> Any:
-    """Read an expression with an optional currency before and a unit behind it; words only are text."""
-    unit: Unit | None = None
-    if tokens[0].kind == "cur" or (tokens[0].text == "-" and len(tokens) > 1 and tokens[1].kind == "cur"):
-        index = 0 if tokens[0].kind == "cur" else 1
-        unit = read_unit([tokens[index]])
-        tokens = tokens[:index] + tokens[index + 1 :]
-        if not tokens:
-            return Unread("a currency without an amount")
-    split = _unit_start(tokens)
-    expression, rest = tokens[:split], tokens[split:]
-    if not expression:
-        return _sentence(tokens)
-    try:
-        parsed = parse_expression(expression)
-    except NotParsed as error:
-        return _sentence(tokens) if any(token.kind == "word" for token in tokens) else Unread(str(error))
-    if parsed.rest:
-        return (
-            _sentence(tokens)
-            if any(token.kind in ("word", "letters") for token in rest)
-            else Unread("trailing symbols")
-        )
-    if rest and rest[0].text.lower() in _SCALES:  # 1.5 million dollars
-        scale = number(_SCALES[rest[0].text.lower()])
-        parsed.branches = tuple(("mul", [(node, False), (scale, False)]) for node in parsed.branches)
-        rest = rest[1:]
-    if rest:
-        found = read_unit(rest)
-        if found is None:
-            return Unread("trailing symbols")
-        unit = found or unit
-    product = _as_product(tokens) if rest and all(token.kind in ("sym", "letters") for token in rest) else None
-    quantities = tuple(_with_percent(node, unit, product) for node in parsed.branches)
-    return quantities[0] if len(quantities) == 1 else Collection(quantities, joined_by="or")
-
-
-def _as_product(tokens: list[Token]) -> Node | None:
-    try:
-        parsed = parse_expression(tokens)
-    except (NotParsed, TooLarge):
-        return None
-    return None if parsed.rest or len(parsed.branches) > 1 else parsed.branches[0]
-
-
-def _with_percent(node: Node, unit: Unit | None, product: Node | None) -> Quantity:
-    percent = unit is not None and unit[0][0] in ("percent", "percentage", "pct")
-    if percent:
-        unit = None
-    if node[0] == "pct":
-        node, percent = node[1], True
-    elif node[0] == "neg" and node[1][0] == "pct":
-        node, percent = ("neg", node[1][1]), True
-    if node[0] == "deg":
-        scale = _TEMPERATURES.get(unit[0][0]) if unit and len(unit) == 1 else None
-        node, unit = node[1], ((scale, 1),) if scale else unit or (("deg", 1),)
-    elif node[0] == "mul" and node[1][0][0][0] == "deg" and len(node[1]) == 2 and node[1][1][0][0] == "sym":
-        scale = _TEMPERATURES.get(node[1][1][0][1].lower())
-        if scale is not None:
-            node, unit = node[1][0][0][1], ((scale, 1),)
-    return Quantity(node, percent, unit, product)
-
-
-def _unit_start(tokens: list[Token]) -> int:
-    """Return where the unit begins: at the trailing run of words and unit names after a number."""
-    first_word = next((index for index, token in enumerate(tokens) if _begins_unit(tokens, index)), len(tokens))
-    tail = tokens[first_word:]
-    allowed = all(
-        token.kind in ("word", "letters", "sym", "num", "cur")
-        or token.text in ("/", "^", "{", "}", "*", "-", ".", "(", ")")
-        for token in tail
-    )
-    return first_word if tail and allowed else len(tokens)
-
-
-def _begins_unit(tokens: list[Token], index: int) -> bool:
-    token = tokens[index]
-    if index == 0:
-        return False
-    before = tokens[index - 1]
-    if token.kind == "word":
-        return before.kind == "num" or before.text in ("}", ")", "!", "%", "pi", "circ") or before.kind == "sym"
-    if token.kind == "cur":
-        return before.kind == "num"
-    if token.kind not in ("letters", "sym") or (before.kind != "num" and before.text not in ("}", ")")):
-        return False
-    if token.kind == "letters":
-        return is_unit_name(token.text) or (
-            len(token.text) > 2 and token.spaced and not _looks_like_product(token.text)
-        )
-    return token.text in SINGLE_LETTERS and token.spaced and before.kind == "num"
-
-
-def _sentence(tokens: Sequence[Token]) -> Text | Unread:
-    words = [token for token in tokens if token.text not in ("-", "'", ".", ",", "(", ")", "{", "}", "!", "?")]
-    if not any(token.kind in ("word", "letters") for token in words):
-        return Unread("no expression")
-    return Text(" ".join(token.text.lower() for token in words))
