@@ -73,13 +73,13 @@ def test_fitting_columns_pass() -> None:
     ("columns", "needed", "words"),
     [
         (["prompt", "completion"], NEEDED, ["does not pass it on", "rename_column('completion', 'answer')"]),
-        (["prompt", "completion", "answer"], NEEDED, ["('completion', 'completion_column')", "or remove it"]),
+        (["prompt", "completion", "answer", "prompts"], NEEDED, ["'prompts', 'prompts_column'", "or remove it"]),
         (["prompt", "completion"], {"f": ("completion",)}, ["does not pass it on", "f: completion"]),
         (["prompt", "solution"], NEEDED, ["'math' needs the column 'answer'", "reference: solution", "format: none"]),
         (["prompt", "answers"], NEEDED, ["Did you mean 'answers'?"]),
         (["prompt", "answer", "prompts"], NEEDED, ["'prompts'", "name of an argument"]),
         (["prompt", "answer", "trainer_state"], NEEDED, ["'trainer_state'", "name of an argument"]),
-        (["prompt", "answer", "completion_ids"], NEEDED, ["'completion_ids'"]),
+        (["prompt", "completion_ids"], {"f": ("completion_ids",)}, ["'completion_ids'", "does not pass it on"]),
         (["prompt", "answer", "log_extra"], NEEDED, ["'log_extra'"]),
         (["prompt", "answer", "environments"], NEEDED, ["'environments'"]),
         (["prompt"], {"f": ("prompt",)}, ["arrives as 'prompts'"]),
@@ -90,6 +90,12 @@ def test_columns_that_cannot_arrive_are_refused(columns: list[str], needed: Any,
         check_columns(columns, needed)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("column", ["completion", "completion_ids"])
+def test_a_dropped_column_that_nobody_asks_for_is_a_warning(column: str, caplog: pytest.LogCaptureFixture) -> None:
+    check_columns(["prompt", "answer", column], NEEDED)
+    assert f"{column!r} does not reach any reward" in caplog.text
 
 
 def test_split_log_calls_are_put_together() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 from trl_grpo_ext.errors import DataError, nearest
+
+logger = logging.getLogger(__name__)
 
 # TRL drops these columns on the way to the rewards …
 _NEVER_ARRIVE = ("completion", "completion_ids")
@@ -15,6 +18,9 @@ RESERVED_COLUMNS = (*_NEVER_ARRIVE, *_TAKEN)
 
 def check_columns(dataset_columns: Iterable[str] | None, needed: Mapping[str, Sequence[str]]) -> None:
     """Raise DataError if a column that a reward needs is missing or has a name under which it cannot arrive.
+
+    A column that TRL drops on the way, and that no reward asks for by name, is worth a warning only: prompt-completion
+    data sets have one, and scripts that ignore it work in TRL.
 
     Args:
         dataset_columns: column names of the data set; None if they are not known (a stream): then nothing is checked.
@@ -30,7 +36,9 @@ def check_columns(dataset_columns: Iterable[str] | None, needed: Mapping[str, Se
         for name, wanted in needed.items()
     }
     missing = {name: wanted for name, wanted in missing.items() if wanted}
-    if not reserved and not missing:
+    if not missing and not any(column in _TAKEN for column in reserved):
+        for column in reserved:
+            logger.warning("The data set's column %r does not reach any reward; TRL keeps it back.", column)
         return
     lines = []
     for column in reserved:
