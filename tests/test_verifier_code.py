@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -480,3 +481,22 @@ def test_generated_tasks_repeat_and_the_recipes_file_is_theirs(tmp_path: Path) -
     assert (tmp_path / "tasks.jsonl").read_text() == shipped.read_text()
     with pytest.raises(ConfigurationError, match="different tasks"):
         generated_rows(100_000)
+
+
+@pytest.mark.parametrize("name", ["code_cpu_smoke", "code_humaneval", "code_mbpp_24gb", "code_mbpp_a100"])
+def test_recipes_are_valid(name: str, tmp_path: Path) -> None:
+    from trl_grpo_ext.data.splits import load_splits
+    from trl_grpo_ext.recipe import load_recipe
+    from trl_grpo_ext.rewards.registry import build_rewards
+
+    shutil.copytree(Path(__file__).parents[1] / "recipes", tmp_path / "recipes")
+    main(["humaneval", str(tmp_path / "recipes" / "data" / "humaneval.jsonl")])
+    recipe = load_recipe(tmp_path / "recipes" / f"{name}.yaml")
+    rewards = build_rewards(recipe.rewards)
+    assert rewards.columns["code"] == ("tests",)
+    if recipe.data.hub is None:
+        splits = load_splits(recipe.data)
+        row = splits.train[0]
+        text = row["answer"] if "def " in row["answer"] else row["prompt_code"] + row["answer"]
+        columns = {name: [row[name]] for name in ("tests", "entry_point", "prompt_code") if name in row}
+        assert rewards.functions[0](completions=[fenced(text)], **columns) == [1.0]

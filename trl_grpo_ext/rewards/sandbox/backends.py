@@ -92,7 +92,7 @@ def disabled_layers(backend: str) -> tuple[str, ...]:
     if backend == "auto":
         return ()
     if backend not in BACKENDS:
-        choices = ["auto", *BACKENDS]
+        choices = ["auto", *BACKENDS, "wasm"]
         raise ConfigurationError(
             f"sandbox={backend!r} is no backend; it must be one of {', '.join(choices)}, or a runner object."
             + nearest(backend, choices)

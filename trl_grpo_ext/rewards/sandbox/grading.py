@@ -13,7 +13,8 @@ from typing import Any
 
 from trl_grpo_ext.rewards.sandbox.compare import same_output
 from trl_grpo_ext.rewards.sandbox.guest import codec
-from trl_grpo_ext.rewards.sandbox.pool import Judged, JudgedResult, Script, end_reason, error_reason
+from trl_grpo_ext.rewards.sandbox.pool import Judged, JudgedResult, Script
+from trl_grpo_ext.rewards.sandbox.reasons import end_reason, error_reason
 from trl_grpo_ext.rewards.sandbox.results import ProgramResult, TestOutcome
 
 

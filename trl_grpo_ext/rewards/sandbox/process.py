@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import json
 import os
-import signal
 import socket
 import struct
 import subprocess
@@ -16,11 +15,12 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from trl_grpo_ext.errors import SandboxError
 from trl_grpo_ext.rewards.sandbox.limits import SandboxLimits
 from trl_grpo_ext.rewards.sandbox.results import End, ProcessResult
+from trl_grpo_ext.rewards.sandbox.usage import usage_of
 
 START_TIMEOUT_S = 30.0
 _GUEST = Path(__file__).parent / "guest" / "__main__.py"
@@ -355,7 +355,7 @@ class Confined:
             if elapsed > START_TIMEOUT_S:
                 self.kill(End.FAULT)
             return
-        usage = _usage(self._process_id)
+        usage = usage_of(self._process_id)
         if usage is None:  # it has ended; its report is under way
             return
         self._waited_s = max(self._waited_s, usage.waited_s)
@@ -384,47 +384,3 @@ class Confined:
         """Close everything; the server kills the process when its lifeline closes."""
         if self.result is None:
             self._finish(ProcessResult(End.CANCELLED))
-
-
-class _Usage(NamedTuple):
-    """CPU seconds, seconds spent waiting for a processor, and threads of a process."""
-
-    cpu_s: float
-    waited_s: float
-    threads: int
-
-
-def _usage(process_id: int) -> _Usage | None:
-    """Return what a process has used, zeros where that cannot be known; None if it has ended."""
-    cpu_s, waited_s, threads = 0.0, 0.0, 1
-    if process_id <= 0:
-        return _Usage(cpu_s, waited_s, threads)
-    try:
-        # The clock id of another process's CPU time, as clock_getcpuclockid(3) makes it.
-        cpu_s = time.clock_gettime((~process_id << 3) | 2)
-        with open(f"/proc/{process_id}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-        if fields[0] in ("Z", "X"):
-            return None
-        threads = int(fields[17])
-        # The thread that waits the longest counts: the main one may be asleep while another starves.
-        waited_s = max(_waited_s(process_id, task) for task in os.listdir(f"/proc/{process_id}/task")[:64])
-    except (OSError, ValueError, IndexError):
-        pass
-    return _Usage(cpu_s, waited_s, threads)
-
-
-def _waited_s(process_id: int, task: str) -> float:
-    try:
-        with open(f"/proc/{process_id}/task/{task}/schedstat") as file:
-            return int(file.read().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):  # the thread has ended, or the kernel keeps no such statistics
-        return 0.0
-
-
-def signal_name(number: int) -> str:
-    """Return "SIGSEGV" for 11, the number itself if it has no name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return str(number)

@@ -92,7 +92,7 @@ class CommandRunner:
                 raise RunnerOutageError(f"{self.name}: a program that prints one word does not come back")
         ok = result.end is End.EXITED and result.exit_code == 0
         reasons = {End.WALL: "timeout", End.OUTPUT: "output_limit", End.SIGNAL: "crash"}
-        return ProgramResult("ok" if ok else reasons.get(result.end, _stderr_reason(result.stderr)), result)
+        return ProgramResult("ok" if ok else reasons.get(result.end, stderr_reason(result.stderr)), result)
 
     def _run(self, source: str, stdin: bytes, limits: SandboxLimits) -> ProcessResult:
         command = [source if part == "{program}" else part for part in self.command]
@@ -156,7 +156,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _stderr_reason(stderr: bytes) -> str:
+def stderr_reason(stderr: bytes) -> str:
     """Return a reason code from a traceback's last line."""
     last = stderr.decode(errors="replace").rstrip().rpartition("\n")[2]
     for name, reason in (
@@ -174,11 +174,10 @@ def _stderr_reason(stderr: bytes) -> str:
 # an answer, which is then compared like any other.
 _DRIVER = """
 def __drive__():
-    import io, json, os, sys
+    import io, json, sys
     task = json.loads(sys.stdin.read())
     namespace = {"__name__": "solution"}
-    out = os.fdopen(os.dup(1), "w")
-    sys.stdout = io.StringIO()
+    out, sys.stdout = sys.stdout, io.StringIO()
     try:
         exec(compile(task["source"], "<program>", "exec"), namespace)
         owner, _, method = task["entry_point"].partition(".")

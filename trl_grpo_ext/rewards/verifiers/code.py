@@ -10,8 +10,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from trl_grpo_ext.errors import ConfigurationError, SandboxError
-from trl_grpo_ext.rewards.sandbox.backends import BACKENDS, disabled_layers
+from trl_grpo_ext.errors import ConfigurationError, MissingDependencyError, SandboxError
+from trl_grpo_ext.rewards.sandbox.backends import disabled_layers
 from trl_grpo_ext.rewards.sandbox.extract import extract, join_prompt
 from trl_grpo_ext.rewards.sandbox.grading import Tests, grade
 from trl_grpo_ext.rewards.sandbox.limits import SandboxLimits
@@ -24,7 +24,9 @@ from trl_grpo_ext.rewards.verifier import Verdict, completion_text, verifier
 logger = logging.getLogger(__name__)
 
 _LIMITS = ("cpu_s", "wall_s", "memory_mib", "threads", "output_bytes", "scratch_mib")
-_RUNNERS: dict[str, ProgramRunner] = {}
+WASM = "wasm"
+_WASM_PATH = "trl_grpo_ext.rewards.sandbox.wasm:WasmRunner"
+_RUNNERS: dict[str, ProgramRunner | None] = {}
 
 
 def _limits(options: Mapping[str, Any]) -> SandboxLimits:
@@ -40,7 +42,7 @@ def _validate(options: Mapping[str, Any]) -> None:
     _limits(options)
     if options["language"] not in ("python", "py", "python3"):
         raise ConfigurationError(f"reward 'code': language={options['language']!r} cannot be run; only 'python' can")
-    if ":" not in options["sandbox"]:
+    if ":" not in options["sandbox"] and options["sandbox"] != WASM:
         disabled = disabled_layers(options["sandbox"])
         if options["scratch_mib"] and "namespaces" in disabled:
             raise ConfigurationError(f"reward 'code': scratch_mib needs namespaces, not sandbox={options['sandbox']!r}")
@@ -63,10 +65,41 @@ def _pool(options: Mapping[str, Any]) -> SandboxPool:
     )
 
 
-def _runner(path: str) -> ProgramRunner:
-    if path not in _RUNNERS:
-        _RUNNERS[path] = load_runner(path)
-    return _RUNNERS[path]
+def _runner(options: Mapping[str, Any]) -> ProgramRunner | None:
+    """Return the plug-in or WASM runner that the options mean, None for the local sandbox.
+
+    Raises:
+        ConfigurationError: if the path names no runner.
+        MissingDependencyError: if WASM is asked for and not installed.
+        SandboxError: if "auto" finds neither a safe local backend nor WASM.
+    """
+    wish = options["sandbox"]
+    if wish not in _RUNNERS:
+        if ":" in wish or wish == WASM:
+            _RUNNERS[wish] = load_runner(_WASM_PATH if wish == WASM else wish)
+        elif wish == "auto":
+            _RUNNERS[wish] = _last_resort(options)
+        else:
+            _RUNNERS[wish] = None
+    return _RUNNERS[wish]
+
+
+def _last_resort(options: Mapping[str, Any]) -> ProgramRunner | None:
+    """Return None if the local sandbox works, else the WASM runner if it is installed.
+
+    Raises:
+        SandboxError: if neither is to be had.
+    """
+    try:
+        _ = _pool(options).report
+        return None
+    except SandboxError as refusal:
+        try:
+            runner = load_runner(_WASM_PATH)
+        except MissingDependencyError as error:
+            raise SandboxError(f"{refusal} [{error}]") from error
+        logger.warning("code: no local sandbox (%s); programs run in WASM, slowly", refusal)
+        return runner
 
 
 def _prepare(
@@ -114,9 +147,9 @@ def _outcomes(jobs: Sequence[tuple[str, Tests]], options: Mapping[str, Any]) -> 
         SandboxError: if there is no safe way to run programs on this machine.
     """
     stop_early = options["score"] == "all"
-    if ":" in options["sandbox"]:
+    runner = _runner(options)
+    if runner is not None:
         workers = options["workers"] or default_workers()
-        runner = _runner(options["sandbox"])
         return drive_with(runner, jobs, _limits(options), stop_early=stop_early, workers=workers)
     return _pool(options).drive([grade(program, tests, stop_early=stop_early) for program, tests in jobs])
 
@@ -171,7 +204,7 @@ def _judge(
         scratch_mib: size of a writable working folder; 0 for none.
         budget_s: seconds for all inputs of one program together.
         workers: programs at a time in this process; None means two per processor.
-        sandbox: "auto", a backend's name, "module:runner" for a plug-in, or "unsafe".
+        sandbox: "auto", a backend's name, "wasm", "module:runner" for a plug-in, or "unsafe".
         packages: installed packages that programs may import besides the standard library.
     """
     options = {name: value for name, value in locals().items() if name not in ("text", "tests")}
@@ -258,7 +291,7 @@ class CodeReward(
         Raises:
             SandboxError: if there is no safe way to run programs on this machine.
         """
-        if ":" not in self.options["sandbox"]:
+        if _runner(self.options) is None:
             _ = _pool(self.options).report
 
 
@@ -275,6 +308,3 @@ def describe_sandbox(backend: str = "auto") -> list[str]:
             return pool.report.lines()
     except SandboxError as error:
         return [str(error)]
-
-
-BACKEND_NAMES = ("auto", *BACKENDS)
