@@ -338,11 +338,14 @@ def _name_unknown_fields(cls: type) -> type:
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 (it is the method)
         known = {f.name for f in dataclasses.fields(self)}
+        # By position as TrainingArguments takes them, output_dir first, whatever order the fields have here.
+        names = [f.name for f in dataclasses.fields(TrainingArguments)]
+        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
         for name in [name for name in kwargs if name not in known]:
             if name not in OUTPUT_ONLY:
                 raise _UnknownFieldError(f"PPOConfig has no field {name!r}.{nearest(name, known)}")
             del kwargs[name]
-        init(self, *args, **kwargs)
+        init(self, **kwargs)
 
     cls.__init__ = __init__  # type: ignore[misc]
     return cls
