@@ -264,17 +264,19 @@ def test_generation_is_batched_without_effect(folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from trl_grpo_ext.monitor.generate import generate_completions
+    from trl_grpo_ext.cli.generate import _generate_padded, generate_completions, render_prompt
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model = AutoModelForCausalLM.from_pretrained(folder / "model").train()
     prompts = [[{"role": "user", "content": "x" * n}] for n in (1, 9, 3, 20)]
     state = torch.get_rng_state()
+    padded = _generate_padded(model.eval(), [render_prompt(tokenizer, prompt) for prompt in prompts], _greedy(6))
+    model.train()
     greedy = [generate_completions(model, tokenizer, prompts, max_new_tokens=6, batch_size=size) for size in (1, 4)]
     assert greedy[0] == greedy[1]
+    assert [list(item.token_ids) for item in greedy[0]] == padded, "the engine's texts are those of generate"
     drawn = [
-        generate_completions(model, tokenizer, prompts, max_new_tokens=6, temperature=1.0, seed=seed)
-        for seed in (0, 0, 1)
+        generate_completions(model, tokenizer, prompts, max_new_tokens=6, sampling={}, seed=seed) for seed in (0, 0, 1)
     ]
     assert drawn[0] == drawn[1] != drawn[2]
     assert torch.equal(torch.get_rng_state(), state)
@@ -283,24 +285,25 @@ def test_generation_is_batched_without_effect(folder: Path) -> None:
     assert {(len(item.token_ids), item.truncated, item.text) for item in ends} == {(1, False, "")}
 
 
+def _greedy(max_new_tokens: int) -> Any:
+    from transformers import GenerationConfig
+
+    return GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0, eos_token_id=[2])
+
+
 class _Ending:
-    """A model that says the end token at once and then pads."""
+    """A model of no known family that says the end token at once and then pads with it."""
 
     def __init__(self, model: Any, end: int) -> None:
-        self.inner, self.end, self.training = model, end, False
-        self.generation_config = model.generation_config
+        self._inner, self._end = model, end
 
-    def parameters(self) -> Any:
-        return self.inner.parameters()
-
-    def eval(self) -> None: ...
-
-    def train(self, mode: bool = True) -> None: ...
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def generate(self, *, input_ids: Any, **_: Any) -> Any:
         import torch
 
-        return torch.cat([input_ids, torch.full((len(input_ids), 3), self.end)], dim=1)
+        return torch.cat([input_ids, torch.full((len(input_ids), 3), self._end)], dim=1)
 
 
 def test_rewards_that_teach_the_wrong_thing_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

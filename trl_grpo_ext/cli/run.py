@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, s
 
 from trl_grpo_ext.cli import STARTED
 from trl_grpo_ext.cli.control import ShuffledRewardsTrainer
+from trl_grpo_ext.cli.generate import SAMPLING_DEFAULTS, generate_completions
 from trl_grpo_ext.cli.outputs import load_before, save_before, save_model, write_results
 from trl_grpo_ext.cli.prepare import Prepared
 from trl_grpo_ext.cli.rundir import RunDirectory
@@ -27,7 +28,6 @@ from trl_grpo_ext.errors import ConfigurationError, GroupRelativeError
 from trl_grpo_ext.models import check_tokenizer, resolve_model
 from trl_grpo_ext.monitor.callbacks import CheckpointMarker, MetricsWriter, ProgressCallback
 from trl_grpo_ext.monitor.evaluate import EvalResult, evaluate
-from trl_grpo_ext.monitor.generate import generate_completions
 from trl_grpo_ext.monitor.metrics_log import MetricsLog
 from trl_grpo_ext.monitor.progress import ProgressDisplay
 from trl_grpo_ext.recipe import Recipe
@@ -129,7 +129,7 @@ def run_evaluation(
     model = load_policy(recipe, checkpoint, announce=lambda line: console.print(line, highlight=False, markup=False))
     tokenizer = _tokenizer(recipe, checkpoint)
     rows = prepared.splits.held_out[: recipe.eval.limit]
-    temperature = float(recipe.trainer.get("temperature") or 1.0) if num_samples else None
+    chosen = {name: recipe.trainer[name] for name in SAMPLING_DEFAULTS if recipe.trainer.get(name) is not None}
 
     def generate(prompts: list[Any]) -> Any:
         return generate_completions(
@@ -138,7 +138,7 @@ def run_evaluation(
             prompts,
             max_new_tokens=_max_new_tokens(recipe),
             batch_size=recipe.eval.batch_size,
-            temperature=temperature,
+            sampling=chosen if num_samples else None,
             seed=seed,
             template_kwargs=recipe.trainer.get("chat_template_kwargs"),
             announce=lambda done, total: console.print(f"{done}/{total} completions", highlight=False),
