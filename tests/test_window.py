@@ -149,7 +149,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "entropy_bonus": {"entropy_coef": 0.05},
     "adaptive_entropy": {"use_adaptive_entropy": True, "entropy_coef": 0.05, "entropy_target": 8.0, "max_steps": 3},
     "entropy_quantile": {"top_entropy_quantile": 0.4},
-    "off_policy_mask": {"off_policy_mask_threshold": 1e-4, "num_iterations": 2, "max_steps": 4, "learning_rate": 0.5},
+    "off_policy_mask": {"off_policy_mask_threshold": 1e-4, "num_iterations": 2, "max_steps": 4, "learning_rate": 0.1},
     "sequence_level": {"importance_sampling_level": "sequence", "num_iterations": 2, "max_steps": 4},
     "two_sided_clip": {"delta": 1.05, "epsilon": 0.02, "num_iterations": 3, "max_steps": 6, "learning_rate": 0.5},
     "batch_scaled": {"scale_rewards": "batch"},
