@@ -37,10 +37,11 @@ def warm_up() -> None:
 def exercise() -> None:
     """Compare a few pairs, so that workers are born with what SymPy and the LaTeX grammar load on first use."""
     for gold, answer in (
-        ("\\frac{1}{2}", "\\int_0^1 x\\,dx"), ("55", "\\sum_{k=1}^{10} k"), ("1", "\\lim_{x\\to 0}\\frac{\\sin x}{x}"),
-        ("x < 2", "3x < 6"), ("(0,1)", "0 < x < 1"), ("-2", "\\det\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}"),
-        ("2\\sqrt{3}", "\\sqrt{12}"), ("\\{1,2\\}", "\\{2,3\\}"), ("(x+1)^2", "x^2+2x+2"),
-    ):  # fmt: skip
+        ("\\frac{1}{2}", "\\int_0^1 x\\,dx"),
+        ("55", "\\sum_{k=1}^{10} k"),
+        ("1", "\\lim_{x\\to 0}\\frac{\\sin x}{x}"),
+        ("-2", "\\det\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}"),
+    ):
         decide(gold, answer)
 
 
