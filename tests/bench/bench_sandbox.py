@@ -10,6 +10,7 @@ Prints Markdown for docs/sandbox.md. Wall times depend on what else runs; the lo
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import platform
 import random
@@ -237,6 +238,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--libraries", action="store_true")
     options = parser.parse_args()
+    logging.getLogger("trl_grpo_ext").setLevel(logging.ERROR)  # "unsafe" is measured too, and says so loudly
     scale = 0.1 if options.quick else 1.0
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     machine = f"{len(os.sched_getaffinity(0))} processors, Linux {platform.release()}"

@@ -216,22 +216,22 @@ got()
     "flood standard output": "[os.write(1, b'y' * 65536) for _ in range(512)]; got()",
     "flood standard error": "[os.write(2, b'y' * 65536) for _ in range(512)]; got()",
     "hoard descriptors": "fds = [os.pipe() for _ in range(200)]; got(len(fds))",
-    "loop for ever": "end = time.process_time() + 3\nwhile time.process_time() < end: pass\ngot()",
+    "loop for ever": "end = time.process_time() + 2\nwhile time.process_time() < end: pass\ngot()",
     "loop for ever ignoring signals": """
 import signal
 for number in range(1, 65):
     try: signal.signal(number, signal.SIG_IGN)
     except (OSError, ValueError): pass
-end = time.process_time() + 3
+end = time.process_time() + 2
 while time.process_time() < end: pass
 got()
 """,
-    "loop inside C": "sum(range(400_000_000)); got()",
+    "loop inside C": "sum(range(300_000_000)); got()",
     "sleep": "time.sleep(5); got()",
     "loop in four threads": """
 import threading
 def burn():
-    end = time.process_time() + 3
+    end = time.process_time() + 2
     while time.process_time() < end: pass
 alive = [threading.Thread(target=burn) for _ in range(4)]
 [t.start() for t in alive]; [t.join() for t in alive]; got()
@@ -242,7 +242,7 @@ for name in ('RLIMIT_AS', 'RLIMIT_CPU', 'RLIMIT_FSIZE', 'RLIMIT_NOFILE'):
     try: resource.setrlimit(getattr(resource, name), (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     except (ValueError, OSError): pass
 x = bytearray(1 << 30)
-end = time.process_time() + 3
+end = time.process_time() + 2
 while time.process_time() < end: pass
 got()
 """,

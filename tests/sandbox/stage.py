@@ -194,7 +194,7 @@ def control(stage: Stage, attack: Attack) -> Outcome:
             pass_fds=(stage.leak,),
         )
         try:
-            process.wait(20)
+            process.wait(90)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

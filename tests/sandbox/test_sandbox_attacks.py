@@ -45,7 +45,7 @@ def run_as(uid: int, *arguments: str, like: str | None = None) -> dict[str, Any]
         [*places, python, str(HERE / "stage.py"), *arguments],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=900,
         cwd="/",
         env={"PATH": os.environ.get("PATH", ""), "PYTHONDONTWRITEBYTECODE": "1"},
         **ids,
