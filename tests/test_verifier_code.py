@@ -7,6 +7,7 @@ import json
 import pickle
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,26 @@ def test_extraction(text: str, options: dict[str, Any], expected: str) -> None:
 )
 def test_no_program(text: str, options: dict[str, Any], reason: str) -> None:
     assert extract(text, **options) == (None, reason)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```" + "a" * 200_000 + "`",
+        "`" * 200_000 + "x`",
+        " " * 200_000,
+        "for " + "x" * 200_000,
+        "a." * 100_000,
+        "\n".join(["```"] * 50_000),
+    ],
+    ids=lambda text: text[:6],
+)
+def test_hostile_text_is_searched_in_linear_time(text: str) -> None:
+    """Quadratic search would take minutes here."""
+    begin = time.process_time()
+    extract(text)
+    join_prompt(text, "def f(): pass", "f")
+    assert time.process_time() - begin < 5
 
 
 def test_a_prompts_code_is_joined() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from trl_grpo_ext.errors import ConfigurationError, SandboxError
-from trl_grpo_ext.rewards.sandbox import SandboxLimits, SandboxPool, shared_pool
+from trl_grpo_ext.rewards.sandbox import SandboxLimits, SandboxPool, process, shared_pool
 from trl_grpo_ext.rewards.sandbox.backends import BACKENDS, choose, name_of
 from trl_grpo_ext.rewards.sandbox.process import ForkServer
 from trl_grpo_ext.rewards.sandbox.results import End
@@ -213,6 +213,24 @@ def test_a_server_killed_under_way_costs_no_sample() -> None:
         results = pool.run_programs([("import time; time.sleep(0.2); print(1)", "")] * 12)
         assert [result.stdout for result in results] == ["1\n"] * 12
         assert pool.counters["restarts"] == 1
+
+
+def test_a_server_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    with SandboxPool(LIMITS, workers=2) as pool:
+        assert pool.run_program("print(1)").reason == "ok"
+        monkeypatch.setattr(process, "START_TIMEOUT_S", 2.0)
+        waiting = pool._servers[0].process_id
+        for pid in [waiting, *map(int, Path(f"/proc/{waiting}/task/{waiting}/children").read_text().split())]:
+            os.kill(pid, signal.SIGSTOP)
+        results = pool.run_programs([("print(1)", "")] * 4)
+        assert [result.reason for result in results] == ["ok"] * 4
+        assert pool.counters["restarts"] >= 1
+
+
+def test_a_long_message_on_the_private_channel_is_not_parsed(pool: SandboxPool) -> None:
+    result = pool.run_program("import os\nos.write(3, bytes(4) + b'[[],' * 10**6)\nraise ValueError")
+    assert result.reason in ("output_limit", "runtime_error")
+    assert len(result.process.channel) <= 4096
 
 
 def test_closing_ends_everything(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 Block = Literal["last", "first", "longest", "all"]
 
-_FENCE = re.compile(r"^[ \t]{0,3}(`{3,}|~{3,})[ \t]*([^\s`]*)[^\n`]*$", re.MULTILINE)
+_FENCE = re.compile(r"^[ \t]{0,3}(`{3,}|~{3,})[ \t]*([^\s`]*)(?:[ \t][^\n`]*)?$", re.MULTILINE)
 _PYTHON_TAGS = ("", "python", "python3", "py", "py3", "{python}", ".python", "{.python}")
 _CODE_LINE = re.compile(
     r"^[ \t]*(?:def |class |import |from \w[\w.]* import |async def |@\w|return\b|print\("

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
@@ -26,7 +25,8 @@ START_TIMEOUT_S = 30.0
 _GUEST = Path(__file__).parent / "guest" / "__main__.py"
 _FOLDER_PREFIX = "trl-grpo-sandbox-"
 _CREDENTIALS = struct.Struct("iII")
-_CHANNEL_BYTES = 8 << 20
+# What a process may say over its private channel. A program's message is parsed here, so it must be short.
+_CHANNEL_BYTES = {"script": 4096, "judge": 4 << 20, "canary": 1 << 16}
 
 
 def memory_file(data: bytes) -> int:
@@ -41,6 +41,8 @@ def memory_file(data: bytes) -> int:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
+    import fcntl  # not on Windows, where this file is imported but not used
+
     with contextlib.suppress(OSError):
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
     os.lseek(fd, 0, os.SEEK_SET)
@@ -218,13 +220,14 @@ class Confined:
     ) -> None:
         self.result: ProcessResult | None = None
         self._server = server
+        self._channel_bytes = _CHANNEL_BYTES.get(kind, 0)
         self._limits = limits
         self._end: End | None = None
         self._process_id = 0
         self._detail = "the process could not be confined"
         self._begin = time.monotonic()
         self._running = False
-        self._waited_s = 0.0
+        self._waited_s = self._killed_at = 0.0
         self._buffers: dict[int, bytearray] = {}  # descriptor here: what was read
         self._sources: dict[int, int] = {}  # descriptor here: number in the child
         self._quiet: set[int] = set()  # descriptors with nothing more to say
@@ -320,7 +323,7 @@ class Confined:
                 signal=None if exited else os.WTERMSIG(report["status"]),
                 stdout=output.get(1, b"")[: self._limits.output_bytes],
                 stderr=output.get(2, b"")[: self._limits.output_bytes],
-                channel=output.get(3, b"")[:_CHANNEL_BYTES],
+                channel=output.get(3, b"")[: self._channel_bytes],
                 cpu_s=report["cpu_s"],
                 wall_s=time.monotonic() - self._begin,
                 waited_s=self._waited_s,
@@ -332,7 +335,7 @@ class Confined:
     def _read(self, fd: int) -> None:
         """Read what a pipe holds; end the process once it has written more than it may."""
         buffer = self._buffers[fd]
-        allowed = _CHANNEL_BYTES if self._sources[fd] == 3 else self._limits.output_bytes
+        allowed = self._channel_bytes if self._sources[fd] == 3 else self._limits.output_bytes
         try:
             while len(buffer) <= allowed:
                 part = os.read(fd, 65536)
@@ -348,7 +351,10 @@ class Confined:
 
     def check(self, now: float) -> None:
         """Kill the process if it has used more than it may."""
-        if self.result is not None or self._end is not None:
+        if self.result is not None:
+            return
+        if self._end is not None:
+            self._check_killed(now)
             return
         elapsed = now - self._begin
         if not self._running:
@@ -366,10 +372,16 @@ class Confined:
         elif elapsed - self._waited_s > self._limits.effective_wall_s:
             self.kill(End.WALL)
 
+    def _check_killed(self, now: float) -> None:
+        """Give up on a server that does not report on a process that it was told to kill."""
+        if now - self._killed_at > START_TIMEOUT_S:
+            self._finish(ProcessResult(End.FAULT, detail="the sandbox's server does not answer"))
+            self._server.close()
+
     def kill(self, end: End) -> None:
         """Have the process killed; ``end`` becomes its end. Its report follows."""
         if self.result is None and self._end is None:
-            self._end = end
+            self._end, self._killed_at = end, time.monotonic()
             with contextlib.suppress(OSError):
                 self._lifeline.send(b"k")
 
