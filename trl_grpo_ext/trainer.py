@@ -23,6 +23,7 @@ from trl_grpo_ext.reward_step import RewardStepMixin
 from trl_grpo_ext.rewards.registry import unique_names
 from trl_grpo_ext.rng import preserved_rng
 from trl_grpo_ext.rollout.rollout_step import RolloutStepMixin
+from trl_grpo_ext.seams import check_seams
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,9 @@ class GroupRelativeTrainer(WindowStepMixin, RolloutStepMixin, RewardStepMixin, G
     gradient is TRL's. See ``docs/window.md``.
 
     Raises:
-        DataError: if the data set cannot fill one optimiser step, before any model is loaded.
+        DataError: if the data set cannot fill one optimiser step, or lacks a column that a reward needs, before any
+            model is loaded.
+        SeamError: if the installed TRL changed a method that is overridden here.
     """
 
     _tag_names = [*GRPOTrainer._tag_names, "trl-grpo-ext"]  # noqa: RUF012 (TRL types it as an instance variable)
@@ -58,6 +61,7 @@ class GroupRelativeTrainer(WindowStepMixin, RolloutStepMixin, RewardStepMixin, G
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
+        check_seams()
         if args is None:
             name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "") or "model"
             args = GroupRelativeConfig(f"{name.split('/')[-1]}-GRPO")

@@ -153,4 +153,5 @@ def _fit(tensor: torch.Tensor, width: int, *, left: bool = False, fill: float = 
 
 def _replace_rows(old: torch.Tensor, index: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """Return ``old`` (B, T) with rows ``index`` replaced by ``new`` (R, t), brought to width T; gradient to ``new``."""
-    return old.index_copy(0, index, _fit(new, old.size(1)).to(old.dtype))
+    dtype = torch.promote_types(old.dtype, new.dtype)
+    return old.to(dtype).index_copy(0, index, _fit(new, old.size(1)).to(dtype))
