@@ -49,13 +49,23 @@ def plot_run(
     _curve(reward, entries, "reward", _LINE, "mean reward", _FAINT)
     reward.set_ylabel("reward")
     colours = dict(zip(accuracy_keys, (_LINE, _SECOND), strict=False))
-    for label, key in accuracy_keys.items():
-        _curve(accuracy, entries, key, colours[label], f"{label} (training)", colours[label] + "55")
+    # Where two curves are one, the first lies on top, dashed, so that both colours are seen.
+    for index, (label, key) in reversed(list(enumerate(accuracy_keys.items()))):
+        style = "--" if index == 0 and len(accuracy_keys) > 1 else "-"
+        _curve(accuracy, entries, key, colours[label], f"{label} (training)", colours[label] + "55", style)
     last = max((entry["step"] for entry in entries), default=0)
     for step, shares in ((0, before), (last, after)):
-        for label, share in (shares or {}).items():
-            marker = {"marker": "o", "color": colours.get(label, "black"), "markersize": 7, "zorder": 5}
-            accuracy.plot([step], [share], linestyle="none", markeredgecolor="white", **marker)
+        for index, (label, share) in enumerate((shares or {}).items()):
+            colour = colours.get(label, "black")
+            accuracy.plot(
+                [step],
+                [share],
+                "o",
+                color=colour,
+                markersize=9 - 3 * (index == 0),
+                zorder=6 - index,
+                markeredgecolor="white",
+            )
     if before or after:
         accuracy.plot([], [], "o", color="grey", label="held-out")
     accuracy.set_ylim(-0.02, 1.02)
@@ -85,10 +95,12 @@ def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
     return result
 
 
-def _curve(axes: Any, entries: Sequence[Mapping[str, Any]], key: str, colour: str, label: str, faint: str) -> None:
+def _curve(
+    axes: Any, entries: Sequence[Mapping[str, Any]], key: str, colour: str, label: str, faint: str, style: str = "-"
+) -> None:
     points = [(entry["step"], float(entry[key])) for entry in entries if isinstance(entry.get(key), (int, float))]
     if not points:
         return
     steps, values = zip(*points, strict=True)
     axes.plot(steps, values, color=faint, linewidth=0.9)
-    axes.plot(steps, smoothed(values), color=colour, linewidth=1.8, label=label)
+    axes.plot(steps, smoothed(values), style, color=colour, linewidth=1.8, label=label)
