@@ -1,4 +1,4 @@
-"""GroupRelativeConfig: bad budgets are named, evaluation batches hold whole groups, the best model is not the loss's."""
+"""GroupRelativeConfig: bad budgets are named, evaluation holds whole groups, the best model is not the loss's."""
 
 from __future__ import annotations
 
