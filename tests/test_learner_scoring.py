@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from reference.packing_reference import (
     FAMILIES,
@@ -232,6 +233,23 @@ def test_the_model_is_unchanged_for_everyone_else():
     assert torch.equal(model(prompt).logits, plain)
     assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), generated)
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_forward_that_accelerate_wrapped_for_mixed_precision(is_first):
+    batch = ragged_batch()
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    expected = _packed(tiny_model("llama"), batch, autocast=accelerator.autocast)
+    model = tiny_model("llama")
+    if is_first:
+        scoring.enable_packed_forward(model)
+    model = accelerator.prepare_model(model)
+    found = _packed(model, batch, autocast=accelerator.autocast)
+    assert torch.equal(found.logps_BT, expected.logps_BT)
+    assert found.logps_BT.dtype == torch.float32
+    accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    again = _packed(model, batch, autocast=accelerator.autocast)
+    assert torch.equal(again.logps_BT, expected.logps_BT)
 
 
 def test_a_copy_of_the_model_runs_itself():

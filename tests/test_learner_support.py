@@ -94,6 +94,13 @@ def test_tensor_parallelism_is_named():
     assert "tensor parallelism" in why_unsupported(model)
 
 
+def test_compiled_models_are_named():
+    assert "torch.compile" in why_unsupported(torch.compile(tiny_model("llama")))
+    model = tiny_model("llama")
+    model.model.layers[0].compile()
+    assert "torch.compile" in why_unsupported(model)
+
+
 def test_a_head_of_integers_is_named():
     model = tiny_model("llama")
     model.lm_head.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.uint8), requires_grad=False)

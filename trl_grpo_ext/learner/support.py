@@ -60,6 +60,8 @@ def _wrong_kind(model: nn.Module, base: Any, max_length: int | None) -> Iterator
         yield "the model attends to an encoder"
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
         yield "the attention of the model is not causal"
+    if any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in model.modules()):
+        yield "torch.compile would compile anew for every layout"
     if getattr(base, "_tp_size", None) not in (None, 1):
         yield "the model is split by tensor parallelism"
     head = base.get_output_embeddings()
