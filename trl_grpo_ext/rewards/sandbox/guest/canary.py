@@ -70,6 +70,12 @@ def _exec(_: dict[str, Any]) -> bool:
         return True
 
 
+def _shared_memory(_: dict[str, Any]) -> bool:
+    segment = _call("shmget", 0, 4096, 0o1600)
+    _call("shmctl", segment, 0, 0)  # IPC_RMID: it would outlive every process
+    return True
+
+
 def _environment(task: dict[str, Any]) -> bool:
     with open(f"/proc/{task['victim']}/environ", "rb") as file:
         return bool(file.read())
@@ -96,7 +102,7 @@ def _attempts() -> dict[str, Callable[[dict[str, Any]], Any]]:
         "make an io_uring": lambda _: _call("io_uring_setup", 1, 0) >= 0,
         "use the keyring": lambda _: _call("keyctl", 0, -3 & 0xFFFFFFFF, 0) >= 0,
         "make namespaces": lambda _: _call("unshare", 0x10000000) == 0,
-        "make shared memory": lambda _: _call("shmget", 0, 4096, 0o1600) >= 0,
+        "make shared memory": _shared_memory,
     }
 
 

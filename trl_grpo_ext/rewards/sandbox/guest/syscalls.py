@@ -182,6 +182,7 @@ NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "rt_sigqueueinfo": (129, 138),
     "mount": (165, 40),
     "shmget": (29, 194),
+    "shmctl": (31, 195),
     "fchmod": (91, 52),
     "fork": (57, None),
     "vfork": (58, None),
