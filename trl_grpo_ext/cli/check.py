@@ -124,7 +124,10 @@ def check_prepared(
     if render:
         prompts, notes = _render(recipe, [row["prompt"] for row in _spread(train, 3)])
         report = dataclasses.replace(report, prompts=prompts, notes=[*report.notes, *notes])
-    return report
+    protection = [
+        line for function in prepared.rewards.functions for line in getattr(function, "describe_protection", list)()
+    ]
+    return dataclasses.replace(report, notes=[*report.notes, *protection])
 
 
 def quick_check(rows: Sequence[Mapping[str, Any]], rewards: RewardSet, *, source: str = "the data") -> CheckReport:

@@ -294,6 +294,12 @@ class CodeReward(
         if _runner(self.options) is None:
             _ = _pool(self.options).report
 
+    def describe_protection(self) -> list[str]:
+        """Return what would protect this machine under these options, as lines of text; see ``describe_sandbox``."""
+        if _runner(self.options) is not None:
+            return [f"code runs in {self.options['sandbox']}, which is trusted to confine it"]
+        return describe_sandbox(self.options["sandbox"])
+
 
 _HAS_WORKED: set[bool] = set()
 
