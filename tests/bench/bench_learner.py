@@ -1,6 +1,6 @@
-"""Time one forward and backward of packed scoring against TRL's padded scoring, in one process, alternating.
+"""Time one forward and backward of packed scoring against padded scoring, in one process, alternating.
 
-    python tests/bench/bench_learner.py --model DIRECTORY --dtype bf16 --prompt 145 --group 8 --completion 64 --prompts 2
+python tests/bench/bench_learner.py --model DIRECTORY --dtype bf16 --prompt 145 --group 8 --completion 64 --prompts 2
 
 Prints process time (CPU seconds of one thread, the smallest of ``--repeats``), their ratio, the differences of
 log-probabilities and gradients, and the floor: unique tokens times FLOPs at the matmul rate measured in this process.

@@ -63,7 +63,7 @@ def timed(name: str, gold: str, answer: str) -> list[Any]:
         name
     ]
     if name == "ours":
-        _start_symbolic_worker()
+        _start_symbolic_worker(os.getpid())
     started = time.perf_counter()
     try:
         score = grader(gold, answer)
@@ -73,7 +73,7 @@ def timed(name: str, gold: str, answer: str) -> list[Any]:
 
 
 @functools.cache
-def _start_symbolic_worker() -> None:
+def _start_symbolic_worker(_pid: int) -> None:
     """Start the process of the symbolic stage, once; a training run pays for it once, too."""
     from trl_grpo_ext.rewards.verifiers.math import symbolic
 

@@ -18,7 +18,9 @@ from trl_grpo_ext.rollout.kv_cache import GridBlock, LayerFacts, RolloutCache
 
 ATTENTION_NAME = "trl_grpo_ext_rollout"
 
-_HARMLESS = frozenset({"position_ids", "is_causal", "use_cache", "output_attentions", "logits_to_keep", "cache_position"})
+_HARMLESS = frozenset(
+    {"position_ids", "is_causal", "use_cache", "output_attentions", "output_router_logits", "logits_to_keep"}
+)
 
 
 class UnsupportedModelError(RuntimeError):
@@ -158,23 +160,23 @@ def _attend_block(
     prompt_scores = torch.bmm(
         query.transpose(1, 2).reshape(U * K, R * G, D), prompt_keys.view(U * K, P, D).transpose(1, 2)
     ).view(U, K, R, G, P)
-    own_scores = torch.bmm(
-        query.reshape(U * R * K, G, D), keys_CKTD[cells].flatten(0, 1).transpose(1, 2)
-    ).view(U, R, K, G, T)
+    own_scores = torch.bmm(query.reshape(U * R * K, G, D), keys_CKTD[cells].flatten(0, 1).transpose(1, 2)).view(
+        U, R, K, G, T
+    )
     scores = torch.cat((prompt_scores, own_scores.transpose(1, 2)), -1)
     if facts.softcap is not None:
         scores = scores.div_(facts.softcap).tanh_().mul_(facts.softcap)
     bias = block.bias
     if facts.sliding_window is not None:
         bias = block.sliding_bias.get(facts.sliding_window, bias)
-    weights = torch.softmax(scores.add_(bias), -1, dtype=torch.float32).to(prompt_values.dtype)
+    weights = torch.softmax(scores if bias is None else scores.add_(bias), -1)
 
     from_prompt = torch.bmm(weights.view(U * K, R * G, P + T)[:, :, :P], prompt_values.view(U * K, P, -1))
-    from_own = torch.bmm(
-        weights[..., P:].transpose(1, 2).reshape(U * R * K, G, T), values_CKTD[cells].flatten(0, 1)
-    )
-    output = from_prompt.view(U, K, R, G, -1).transpose(1, 2) + from_own.view(U, R, K, G, -1)
-    return output.reshape(U * R, H, -1)
+    return torch.baddbmm(
+        from_prompt.view(U, K, R, G, -1).transpose(1, 2).reshape(U * R * K, G, -1),
+        weights[..., P:].transpose(1, 2).reshape(U * R * K, G, T),
+        values_CKTD[cells].flatten(0, 1),
+    ).view(U * R, H, -1)
 
 
 def register() -> None:

@@ -28,8 +28,8 @@ def seeded_uniforms(seeds_M: torch.Tensor, steps_M: torch.Tensor) -> torch.Tenso
     """Return one uniform in [0, 1) per row as a pure function of (seed, step).
 
     The row's seed is scrambled once and then starts a SplitMix64 sequence (Steele, Lea & Flood 2014) of which ``step``
-    picks one member; the top 53 bits become the fraction. Stateless, so neither the batch, nor the device, nor a resumed
-    run changes it. Scrambling first keeps rows with neighbouring seeds from sharing a shifted sequence.
+    picks one member; the top 53 bits become the fraction. Stateless, so neither the batch, nor the device, nor a
+    resumed run changes it. Scrambling first keeps rows with neighbouring seeds from sharing a shifted sequence.
 
     Args:
         seeds_M: (M,) int64, the row seeds (any 64-bit pattern).
@@ -50,7 +50,7 @@ _GOLDEN_GAMMA = _signed(0x9E3779B97F4A7C15)
 
 
 def _splitmix64_mix(x: torch.Tensor) -> torch.Tensor:
-    """Return the SplitMix64 finaliser of int64 ``x``; torch's shifts are arithmetic, so the sign bits are masked off."""
+    """Return the SplitMix64 finaliser of int64 ``x``; torch shifts arithmetically, so the sign bits are masked off."""
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB)
     return x ^ ((x >> 31) & ((1 << 33) - 1))
@@ -62,7 +62,8 @@ def draw(weights_MV: torch.Tensor, uniforms_M: torch.Tensor) -> torch.Tensor:
     Two levels, so that the vocabulary is summed and not scanned: block sums, their cumulative sum in float64, then the
     cumulative sum of the one block hit. One uniform replaces the V exponentials of ``torch.multinomial``.
     A token of weight 0 is never drawn: a target is kept below the total, and the first entry above it has weight.
-    A row whose weights are not finite, or all zero, gets -1, so that the caller can raise after its one synchronisation.
+    A row whose weights are not finite, or all zero, gets -1, so that the caller can raise after its one
+    synchronisation.
 
     Args:
         weights_MV: (M, V) float, non-negative, at least one positive per row; need not sum to one.
@@ -81,9 +82,7 @@ def draw(weights_MV: torch.Tensor, uniforms_M: torch.Tensor) -> torch.Tensor:
     target = _below(uniforms_M * total, total)[:, None]
     hit = torch.searchsorted(block_cdf, target, right=True).clamp_max_(blocks.shape[1] - 1)
     before = torch.where(hit > 0, block_cdf.gather(1, (hit - 1).clamp_min(0)), 0.0)
-    inner_cdf = (
-        blocks.gather(1, hit[:, :, None].expand(num_rows, 1, block)).squeeze(1).to(torch.float64).cumsum(-1)
-    )
+    inner_cdf = blocks.gather(1, hit[:, :, None].expand(num_rows, 1, block)).squeeze(1).to(torch.float64).cumsum(-1)
     inner_target = _below((target - before).squeeze(1), inner_cdf[:, -1])[:, None]
     inner = torch.searchsorted(inner_cdf, inner_target, right=True)
     return torch.where(torch.isfinite(total) & (total > 0), (hit * block + inner).squeeze(1), -1)
@@ -131,24 +130,20 @@ def choose(
         return Drawn(token_ids, _logprobs(scores, token_ids, params.temperature) if return_logprobs else None)
     assert uniforms_M is not None
     if params.needs_filter:
-        filtered = filter_scores(edit_scores(scores, params, steps_M, seen_MV), params)
-        weights = torch.softmax(filtered, -1)
-        token_ids = draw(weights, uniforms_M)
+        token_ids = draw(
+            torch.softmax(filter_scores(edit_scores(scores, params, steps_M, seen_MV), params), -1), uniforms_M
+        )
         return Drawn(token_ids, _logprobs(scores, token_ids, params.temperature) if return_logprobs else None)
-    if params.temperature != 1.0:
-        scores = scores / params.temperature
-    top = scores.amax(-1, keepdim=True)
-    weights = (scores - top).exp_()
+    weights = torch.softmax(scores / params.temperature if params.temperature != 1.0 else scores, -1)
     token_ids = draw(weights, uniforms_M)
     if not return_logprobs:
         return Drawn(token_ids, None)
-    chosen = (scores.gather(1, token_ids[:, None]) - top).squeeze(1)
-    return Drawn(token_ids, chosen - weights.sum(-1).log())
+    return Drawn(token_ids, weights.gather(1, token_ids.clamp_min(0)[:, None]).squeeze(1).log())
 
 
 def _logprobs(scores_MV: torch.Tensor, token_ids_M: torch.Tensor, temperature: float) -> torch.Tensor:
     scaled = scores_MV / temperature if temperature != 1.0 else scores_MV
-    return scaled.gather(1, token_ids_M[:, None]).squeeze(1) - scaled.logsumexp(-1)
+    return scaled.gather(1, token_ids_M.clamp_min(0)[:, None]).squeeze(1) - scaled.logsumexp(-1)
 
 
 def edit_scores(
@@ -196,14 +191,16 @@ def _keep_top_p(scores_MV: torch.Tensor, top_p: float) -> torch.Tensor:
     """Return the scores with everything outside the nucleus at -inf.
 
     transformers sorts upwards and drops a token while the mass up to and including it is at most 1 - top_p; that is:
-    keep a token while the mass of the better ones is below top_p. The mass is summed in float64, so a token whose
-    boundary is closer to top_p than float32 resolves may be kept here and dropped there, or the reverse.
+    keep a token while the mass of the better ones is below top_p. The mass is summed in float64 here and in float32
+    there, so a token closer to the border than float32 resolves may fall on either side; of equal scores at the border
+    an arbitrary one is kept, as there.
     """
     vocab_size = scores_MV.shape[-1]
-    log_total = scores_MV.logsumexp(-1, keepdim=True)
+    top = scores_MV.amax(-1, keepdim=True)
+    total = (scores_MV - top).exp_().sum(-1, keepdim=True, dtype=torch.float64)
     for num_candidates in (min(_TOP_P_CANDIDATES, vocab_size), vocab_size):
         values, indices = torch.topk(scores_MV, num_candidates)
-        mass = (values - log_total).to(torch.float64).exp()
+        mass = (values.to(torch.float64) - top).exp_() / total
         mass_up_to = mass.cumsum(-1)
         if num_candidates == vocab_size or bool((mass_up_to[:, -1] >= top_p).all()):
             break

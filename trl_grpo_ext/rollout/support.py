@@ -54,7 +54,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def merged_generation_settings(model: Any, generation_config: Any) -> dict[str, Any]:
-    """Return the settings ``model.generate(generation_config=...)`` would use: its own, then the model's, then defaults.
+    """Return the settings ``model.generate(generation_config=...)`` would use: its own, the model's, then defaults.
 
     Mirrors ``GenerationMixin._prepare_generation_config``. Settings that stay None are left out.
     """
@@ -64,9 +64,7 @@ def merged_generation_settings(model: Any, generation_config: Any) -> dict[str, 
         for name, value in source.items():
             if getattr(merged, name, None) is None:
                 setattr(merged, name, value)
-    return {
-        name: value for name, value in merged.__dict__.items() if value is not None and not name.startswith("_")
-    }
+    return {name: value for name, value in merged.__dict__.items() if value is not None and not name.startswith("_")}
 
 
 def unsupported_setting(settings: Mapping[str, Any]) -> str | None:
@@ -103,7 +101,7 @@ def unsupported_model(model: Any) -> str | None:
             return f"rotary embedding {parameters['rope_type']!r} depends on the longest sequence of the batch"
     if getattr(config, "add_cross_attention", False):
         return "the model has cross-attention"
-    if getattr(config, "reorder_and_upcast_attn", False) and config._attn_implementation == "eager":
+    if getattr(config, "reorder_and_upcast_attn", False) and getattr(config, "_attn_implementation", None) == "eager":
         return "reorder_and_upcast_attn replaces the attention"
     if getattr(config, "use_bidirectional_attention", False):
         return "bidirectional attention"
@@ -118,7 +116,11 @@ def _unsupported_modules(base: nn.Module) -> str | None:
         if isinstance(dropout, float) and dropout > 0 and module.training:
             return f"attention_dropout={dropout} is active in {name}"
     for name, parameter in base.named_parameters():
-        if parameter.numel() == 0 or type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
+        if (
+            parameter.numel() == 0
+            or type(parameter).__name__ == "DTensor"
+            or type(parameter.data).__name__ == "DTensor"
+        ):
             return f"parameter {name} is sharded: ranks must step together, which generate does"
     return None
 

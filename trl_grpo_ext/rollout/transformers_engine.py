@@ -147,9 +147,7 @@ class _Run:
         lengths = [len(ids) for ids in self.prompts]
         self.rows = RowState(prompt_ids, params, engine.tokenizer, self.device)
         self.scheduler = Scheduler(list(groups.values()), lengths, params.max_new_tokens, max_tokens)
-        self.cache = RolloutCache(
-            params.max_new_tokens, max_tokens, store_dtype=torch.float32 if self.device.type == "cpu" else None
-        )
+        self.cache = RolloutCache(params.max_new_tokens, max_tokens)
         self.decoder: ModuleDecoder | PackedDecoder | None = None
         self.prompt_logits: dict[int, torch.Tensor] = {}
         self.stats = RolloutStats(
