@@ -352,10 +352,15 @@ def serve_template(control_fd: int, parent_pid: int, preload: Sequence[str], mem
             loaded = importlib.import_module(module)
             if function:
                 getattr(loaded, function)()
+        greeting: dict[str, Any] = {"ready": True}
     except BaseException as error:
-        _send(control, {"error": f"{type(error).__name__}: {error}"})
+        greeting = {"error": f"{type(error).__name__}: {error}"}
+    try:
+        _send(control, greeting)
+    except OSError:
+        return  # the parent is gone already
+    if "error" in greeting:
         return
-    _send(control, {"ready": True})
     children: set[int] = set()
     try:
         while os.getppid() == parent_pid:
