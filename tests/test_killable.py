@@ -249,6 +249,22 @@ def test_a_killed_caller_takes_a_busy_worker_with_it():
     assert gone([pid])
 
 
+def sleep_long():
+    time.sleep(600)
+
+
+def test_a_template_that_takes_too_long_is_ended_and_named():
+    pool = KillableWorkers(preload=(path(sleep_long),), start_timeout_s=0.5)
+    with pytest.raises(SandboxError, match=r"not ready after 0.5 s"):
+        pool.warm_up()
+    assert pool.pids() == []
+
+
+def test_a_template_that_dies_at_once_is_named():
+    with pytest.raises(SandboxError, match="ended at once"):
+        KillableWorkers(preload=(path(leave),)).warm_up()
+
+
 def test_a_module_that_cannot_be_preloaded_is_named():
     with pytest.raises(SandboxError, match="no_such_module_here"):
         KillableWorkers(preload=("no_such_module_here",)).warm_up()

@@ -248,12 +248,20 @@ class KillableWorkers:
             theirs.close()
         self._control = ours
         self._finalizer = weakref.finalize(self, _end_process, self._template, ours, os.getpid())
-        reply = _receive(ours, self._start_timeout_s)
+        try:
+            reply = _receive(ours, self._start_timeout_s)
+        except TimeoutError:
+            reply = {"error": f"not ready after {self._start_timeout_s:g} s"}
+        except (OSError, EOFError) as error:
+            reply = {"error": f"it ended at once ({error})"}
         if "error" in reply:
-            self._end_template()
-            raise SandboxError(f"a worker process cannot import {', '.join(self._preload)}: {reply['error']}")
+            self._end_template(at_once=True)
+            modules = ", ".join(self._preload) or "this package"
+            raise SandboxError(f"a worker process that imports {modules} does not start: {reply['error']}")
 
-    def _end_template(self) -> None:
+    def _end_template(self, *, at_once: bool = False) -> None:
+        if at_once and self._template is not None:
+            self._template.kill()
         if self._finalizer is not None:
             self._finalizer()
         self._control, self._template, self._finalizer = None, None, None
