@@ -393,19 +393,11 @@ def test_negative_controls_break_the_logprobs(fault: str, monkeypatch: pytest.Mo
         original = RowState.model_inputs
         monkeypatch.setattr(RowState, "model_inputs", lambda self: (original(self)[0], original(self)[1] + 1))
     else:
-        begin = kv_cache.RolloutCache.begin_step
+        append = kv_cache.RolloutCache.append
         monkeypatch.setattr(
             kv_cache.RolloutCache,
-            "begin_step",
-            lambda self, cells, steps, device: (
-                begin(self, [cells[1], cells[0], *cells[2:]], steps, device)
-                or setattr(self, "_is_dense", False)
-                or setattr(self, "cells_M", torch.tensor([cells[1], cells[0], *cells[2:]]))
-            ),
-        )
-        # Rows 0 and 1 then write to each other's cells only if steps alternate; swap the prompt too.
-        monkeypatch.setattr(
-            RowState, "num_cached", lambda self: [max(0, len(self.completions[r]) - 2) for r in self.alive]
+            "append",
+            lambda self, layer, keys, values: append(self, layer, keys.roll(1, 0), values.roll(1, 0)),
         )
     torch.manual_seed(0)
     params = SamplingParams(max_new_tokens=20)

@@ -33,7 +33,7 @@ _IRRELEVANT = frozenset(
         "output_logits", "decoder_start_token_id", "num_assistant_tokens", "num_assistant_tokens_schedule",
         "assistant_confidence_threshold", "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind",
         "target_lookbehind", "prompt_lookup_num_tokens", "is_assistant", "prefill_chunk_size", "max_cache_len",
-        "num_beam_groups", "remove_invalid_values", "diversity_penalty", "use_mtp", "token_healing", "low_memory",
+        "num_beam_groups", "diversity_penalty", "use_mtp", "token_healing", "low_memory",
         "renormalize_logits", "penalty_alpha", "assistant_ensemble_weight", "speculation_type",
     }
 )  # fmt: skip
