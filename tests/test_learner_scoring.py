@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from reference.packing_reference import (
     FAMILIES,
@@ -237,6 +238,7 @@ def test_the_model_is_unchanged_for_everyone_else():
 
 @pytest.mark.parametrize("is_first", [False, True])
 def test_a_forward_that_accelerate_wrapped_for_mixed_precision(is_first):
+    AcceleratorState._reset_state()  # an earlier test may have chosen another precision for the process
     batch = ragged_batch()
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     expected = _packed(tiny_model("llama"), batch, autocast=accelerator.autocast)

@@ -216,6 +216,8 @@ def enumerate_completions(model: Any, prompt: list[int], length: int, settings: 
     done: dict[tuple[int, ...], float] = {}
     open_: dict[tuple[int, ...], float] = {(): 1.0}
     for step in range(length):
+        if not open_:  # every completion has ended
+            break
         ids = torch.tensor([prompt + list(prefix) for prefix in open_])
         with torch.no_grad():
             logits = model(ids, use_cache=False).logits[:, -1]
@@ -259,7 +261,11 @@ SEEDS = (0, 1, 2, 3, 4)
 
 
 def small_vocabulary_model() -> Any:
-    return build("llama", vocab_size=6, hidden=16, pad_token_id=0)
+    """Return a model of six tokens whose next-token distributions are far from flat, so that a mistake would show."""
+    model = build("llama", vocab_size=6, hidden=16, pad_token_id=0)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(5)
+    return model
 
 
 @pytest.mark.parametrize("batching", ["all rows to the end", "rows leave", "rows leave and others join"])

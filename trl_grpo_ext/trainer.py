@@ -27,6 +27,9 @@ from trl_grpo_ext.seams import check_seams
 
 logger = logging.getLogger(__name__)
 
+# Once, at import: a TRL whose methods changed is named here and not found out in the middle of a step.
+check_seams()
+
 
 class GroupRelativeTrainer(WindowStepMixin, RolloutStepMixin, RewardStepMixin, GRPOTrainer):
     """Train a policy with group-relative advantages: a drop-in for ``trl.GRPOTrainer``.
@@ -38,7 +41,6 @@ class GroupRelativeTrainer(WindowStepMixin, RolloutStepMixin, RewardStepMixin, G
     Raises:
         DataError: if the data set cannot fill one optimiser step, or lacks a column that a reward needs, before any
             model is loaded.
-        SeamError: if the installed TRL changed a method that is overridden here.
     """
 
     _tag_names = [*GRPOTrainer._tag_names, "trl-grpo-ext"]  # noqa: RUF012 (TRL types it as an instance variable)
@@ -61,7 +63,6 @@ class GroupRelativeTrainer(WindowStepMixin, RolloutStepMixin, RewardStepMixin, G
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
-        check_seams()
         if args is None:
             name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "") or "model"
             args = GroupRelativeConfig(f"{name.split('/')[-1]}-GRPO")

@@ -51,6 +51,7 @@ def _proportional(left: Node, right: Node, tolerances: Tolerances) -> bool | Non
 
 
 def rename(node: Node, names: dict[str, str]) -> Node:
+    """Return the expression with its symbols renamed as ``names`` says; others keep their name."""
     kind = node[0]
     if kind == "sym":
         return ("sym", names.get(node[1], node[1]))
@@ -86,6 +87,7 @@ def _sum_of_unknowns(node: Node) -> bool:
 
 
 def variable(relation: Relation) -> str | None:
+    """Return the symbol that stands alone on exactly one side of the relation, or None."""
     names = [side.node[1] for side in relation.sides if isinstance(side, Quantity) and side.node[0] == "sym"]
     return names[0] if len(names) == 1 else None
 
