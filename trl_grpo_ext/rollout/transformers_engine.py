@@ -252,25 +252,30 @@ class _Run:
     def _first_step(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Choose the decoder and run the first step with it.
 
-        The first time an engine packs a kind of model it runs the step both ways (writing the same keys twice) and
-        keeps the packed path only if they agree.
+        The first time an engine packs a kind of model it runs the step both ways and keeps the packed path only if they
+        agree. The one that is kept runs last: both write the same slots of the cache.
         """
         modules = ModuleDecoder(self.model, self.cache)
         packed = self._make_packed(len(token_ids))
-        logits = None
-        if packed is not None:
-            logits = packed.step(token_ids, positions)
-            kind = f"{type(support.base_model(self.model)).__name__} {self.cache.autocast_dtype} {logits.dtype}"
-            if kind not in self.engine.packed_verdicts:
-                self.engine.packed_verdicts[kind] = _agree(logits, modules.step(token_ids, positions))
-                if not self.engine.packed_verdicts[kind]:
-                    logger.warning("packed decoding of %s disagrees with the model; using the model's modules", kind)
-            if not self.engine.packed_verdicts[kind]:
-                self.stats.notes.append("modules, because packed decoding disagreed with the model")
-                packed = logits = None
+        if packed is not None and not self._agree(packed, modules, token_ids, positions):
+            self.stats.notes.append("modules, because packed decoding disagreed with the model")
+            packed = None
         self.decoder = packed or modules
         self.stats.decoder = self.decoder.name
-        return modules.step(token_ids, positions) if logits is None else logits
+        return self.decoder.step(token_ids, positions)
+
+    def _agree(
+        self, packed: PackedDecoder, modules: ModuleDecoder, token_ids: torch.Tensor, positions: torch.Tensor
+    ) -> bool:
+        """Whether both decoders give the same logits but for rounding; asked once per engine and kind of model."""
+        base = support.base_model(self.model)
+        kind = f"{type(base).__name__} in {base.dtype}, autocast {self.cache.autocast_dtype}"
+        if kind not in self.engine.packed_verdicts:
+            got, expected = packed.step(token_ids, positions), modules.step(token_ids, positions)
+            self.engine.packed_verdicts[kind] = _same_but_for_rounding(got, expected)
+            if not self.engine.packed_verdicts[kind]:
+                logger.warning("packed decoding of %s disagrees with the model; using the model's modules", kind)
+        return self.engine.packed_verdicts[kind]
 
     def _make_packed(self, num_rows: int) -> PackedDecoder | None:
         wanted = self.engine.decoder
@@ -297,8 +302,8 @@ class _Run:
         )
 
 
-def _agree(logits: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two sets of logits are the same but for rounding: mean total variation of the distributions."""
+def _same_but_for_rounding(logits: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether the mean total variation between two sets of next-token distributions is that of rounding."""
     p, q = torch.softmax(logits.float(), -1), torch.softmax(expected.float(), -1)
     distance = float((p - q).abs().sum(-1).mean()) / 2
     return distance < (1e-3 if logits.dtype == torch.float32 else 0.1)
