@@ -182,7 +182,7 @@ def test_greedy_equals_generate_on_smollm2() -> None:
     texts = [f"{'Think it over. ' * (i % 9)}What is {i} + {7 * i}?" for i in range(64)]
     rows = [tokenizer.encode(text) for text in texts]
     assert len({len(row) for row in rows}) > 8
-    expected = generated(model, rows, pad=2, max_new_tokens=24)
+    expected = generated(model, rows, pad=2, max_new_tokens=24, eos_token_id=2)
     params = SamplingParams(max_new_tokens=24, do_sample=False, eos_token_ids=(2,))
     got = TransformersRolloutEngine(decoder="packed").generate(model, rows, params, max_tokens=2500).completion_ids
     for prompt, ours, theirs in zip(rows, got, expected, strict=True):
@@ -342,6 +342,16 @@ def test_a_seeded_row_does_not_depend_on_batch_order_or_budget(family: str, deco
         for row, (ids, logprobs) in run(order, budget).items():
             assert ids == reference[row][0]
             torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(reference[row][1]), rtol=0, atol=1e-5)
+
+
+def test_the_check_of_the_packed_path_leaves_nothing_in_the_cache() -> None:
+    """The first rollout of an engine runs one step both ways; it must equal the second bit by bit, in bfloat16 too."""
+    model, engine = build("llama", dtype=torch.bfloat16), TransformersRolloutEngine(decoder="packed")
+    rows = prompts((5, 40), rows=4)
+    params = SamplingParams(max_new_tokens=20, row_seeds=tuple(range(8)))
+    first, second = (engine.generate(model, rows, params, return_logprobs=True) for _ in range(2))
+    assert first.logprobs == second.logprobs
+    assert first.completion_ids == second.completion_ids
 
 
 @pytest.mark.parametrize("max_tokens", [None, 100, 300, 700])
