@@ -15,6 +15,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trl_grpo_ext import GroupRelativeConfig, GroupRelativeTrainer
 from trl_grpo_ext.errors import DataError, RewardError
+from trl_grpo_ext.rollout.attention import UnsupportedModelError
+from trl_grpo_ext.rollout.transformers_engine import TransformersRolloutEngine
 
 
 def ours(tmp_path: Path, **fields: Any) -> GroupRelativeConfig:
@@ -274,3 +276,17 @@ def test_one_infinite_reward_leaves_finite_weights(tmp_path: Path) -> None:
     )
     trainer.train()
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
+
+
+def test_an_attention_the_engine_does_not_know_falls_back_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unknown(*_: Any, **__: Any) -> Any:
+        raise UnsupportedModelError("a keyword it does not compute")
+
+    monkeypatch.setattr(TransformersRolloutEngine, "generate", unknown)
+    trainer = make(tmp_path, rollout_engine="auto")
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    assert sum("a keyword it does not compute" in message for message in caplog.messages) == 1

@@ -11,6 +11,7 @@ from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
 from trl_grpo_ext.learner.micro_batches import plan_generation_batches
+from trl_grpo_ext.rollout.attention import UnsupportedModelError
 from trl_grpo_ext.rollout.engine import RolloutBatch, RolloutProgress, SamplingParams
 from trl_grpo_ext.rollout.support import merged_generation_settings
 from trl_grpo_ext.rollout.transformers_engine import TransformersRolloutEngine
@@ -80,9 +81,14 @@ class RolloutStepMixin(GRPOTrainer):
             if reason is not None:
                 self._say_why_generate(reason)
                 return None
-            batch = self._engine.generate(
-                model, prompt_ids, params, max_tokens=self._max_generation_tokens, progress=_log_progress
-            )
+            try:
+                batch = self._engine.generate(
+                    model, prompt_ids, params, max_tokens=self._max_generation_tokens, progress=_log_progress
+                )
+            except UnsupportedModelError as error:  # found in the attention itself, which no look at the model foresees
+                self._say_why_generate(str(error))
+                self._engine_is_on = False
+                return None
         seconds = batch.stats.prefill_s + batch.stats.decode_s
         metrics = self._metrics["train" if self.model.training else "eval"]
         metrics["rollout/seconds"].append(seconds)
