@@ -6,14 +6,25 @@ torchrun --nproc_per_node 2 tests/two_process_worker.py SCENARIOS.json OUTPUT_DI
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import conftest  # noqa: F401  the same environment as the tests
 import torch
-from harness import ScriptedRollouts, build, prompt_rows
+from harness import ScriptedRollouts, build, prompt_rows, scripted_reward
 from trl import GRPOTrainer
+
+from trl_grpo_ext.errors import RewardError
+
+
+def fails_on_rank_1(prompts: list[Any], completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """Return the scripted rewards, except on rank 1, where the judge is down."""
+    if os.environ["RANK"] == "1":
+        raise ConnectionError("the judge is down")
+    return scripted_reward(prompts, completion_ids, **columns)
 
 
 def run(scenario: dict[str, Any], directory: Path, checkpoint: str) -> dict[str, Any]:
@@ -31,22 +42,34 @@ def run(scenario: dict[str, Any], directory: Path, checkpoint: str) -> dict[str,
     if fields.pop("long_first_half", False):  # the prompts of rank 0 are longer, so that its plan has more passes
         for row in rows[: len(rows) // 2]:
             row["prompt"] = "far " * 30 + row["prompt"]
+    reward = fails_on_rank_1 if fields.pop("reward_fails_on_rank_1", False) else scripted_reward
     trainer, record = build(
         scenario["ours"],
         directory,
         model=checkpoint,
         rows=rows,
         rollouts=ScriptedRollouts(),
+        reward=reward,
         shuffle_dataset=False,
         ddp_backend="gloo",
         **fields,
     )
     GRPOTrainer._get_per_token_logps_and_entropies = counting
+    started, stopped_by = time.monotonic(), None
     try:
         trainer.train()
+    except RewardError as error:
+        stopped_by = str(error)
     finally:
         GRPOTrainer._get_per_token_logps_and_entropies = forward
-    return {"gradients": record.gradients, "logs": record.logs, "num_passes": num_passes}
+    return {
+        "gradients": record.gradients,
+        "logs": record.logs,
+        "num_passes": num_passes,
+        "stopped_by": stopped_by,
+        "step": trainer.state.global_step,
+        "seconds": time.monotonic() - started,
+    }
 
 
 def main() -> None:

@@ -146,11 +146,13 @@ def run_side(options: argparse.Namespace) -> dict[str, Any]:
     class Clock(TrainerCallback):
         def __init__(self) -> None:
             self.at: list[float] = []
+            self.cpu: list[float] = []
             self.scores: list[float] = []
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if "objective/scores" in logs:
                 self.at.append(time.perf_counter())
+                self.cpu.append(time.process_time())
                 self.scores.append(logs["objective/scores"])
 
     clock = Clock()
@@ -199,13 +201,15 @@ def run_side(options: argparse.Namespace) -> dict[str, Any]:
             call["value_model"] = load(AutoModelForSequenceClassification, num_labels=1)
         trainer = PPOTrainer(**call)
         loaded = peak_bytes(options.device)
-        started = time.perf_counter()
+        started = time.perf_counter(), time.process_time()
         trainer.train()
-    marks = [started, *clock.at]
+    marks, cpu_marks = [started[0], *clock.at], [started[1], *clock.cpu]
     return {
         "side": options.worker,
         "scores": clock.scores,
         "seconds": [b - a for a, b in itertools.pairwise(marks)],
+        # all threads together: what an update costs, however busy the machine is
+        "cpu_seconds": [b - a for a, b in itertools.pairwise(cpu_marks)],
         "imported_bytes": imported,
         "loaded_bytes": loaded,
         "peak_bytes": peak_bytes(options.device),
