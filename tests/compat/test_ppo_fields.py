@@ -19,13 +19,16 @@ from trl_grpo_ext.compat.fields import (
     REMOVED_ARGUMENTS,
     TRANSLATED_ARGUMENTS,
     V2_FIELDS,
+    Era,
     disposition,
 )
+from trl_grpo_ext.compat.translate import translate
 from trl_grpo_ext.errors import ConfigurationError
 
 GOLDEN = Path(__file__).parent / "golden"
 V2_NAMES = json.loads((GOLDEN / "ppo_1_12.json").read_text())["fields"]
-CLASSIC_NAMES = json.loads((GOLDEN / "classic_fields.json").read_text())["fields"]
+# era -> release -> the fields of its PPOConfig (or PPOv2Config), as golden/make_fields.py read them from the wheels.
+RELEASES = json.loads((GOLDEN / "fields_by_release.json").read_text())
 CURRENT = {f.name for f in dataclasses.fields(TrainingArguments)}
 OURS = {f.name: f for f in dataclasses.fields(PPOConfig)}
 
@@ -34,16 +37,72 @@ def config(**fields: Any) -> PPOConfig:
     return PPOConfig(**{"use_cpu": True, "bf16": False, **fields})
 
 
-@pytest.mark.parametrize("name", V2_NAMES)
-def test_every_field_of_trl_1_12_has_a_disposition(name: str) -> None:
-    assert disposition(name, "v2") or name in CURRENT, f"{name} is neither in the table nor a TrainingArguments field"
-    assert name in OURS or name in OUTPUT_ONLY
+@pytest.mark.parametrize(("era", "release"), [(era, release) for era in RELEASES for release in RELEASES[era]])
+def test_every_field_of_every_release_has_a_disposition(era: Era, release: str) -> None:
+    names = RELEASES[era][release]
+    assert [name for name in names if not (disposition(name, era) or name in CURRENT)] == []
+    assert [name for name in names if name not in OURS and name not in OUTPUT_ONLY] == []
 
 
-@pytest.mark.parametrize("name", CLASSIC_NAMES)
-def test_every_field_of_trl_0_11_has_a_disposition(name: str) -> None:
-    assert disposition(name, "classic") is not None
-    assert name in OURS or name in OUTPUT_ONLY
+def test_the_arguments_that_trl_1_12_inherited_are_known_too() -> None:
+    assert {*RELEASES["v2"]["1.12.0"]} <= {*V2_NAMES}
+    assert [name for name in V2_NAMES if not (disposition(name, "v2") or name in CURRENT)] == []
+    assert [name for name in V2_NAMES if name not in OURS and name not in OUTPUT_ONLY] == []
+
+
+def other_value(name: str) -> Any:
+    """Return a legal value of a field that is not its default."""
+    default = OURS[name].default
+    special = {"kl_penalty": "abs", "kl_estimator": "k3", "total_episodes": 80, "stop_token_id": 5, "batch_size": 16}
+    if name in special:
+        return special[name]
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int | float):
+        return default * 2
+    return {"score_clip": 2.0, "missing_eos_penalty": 1.0, "forward_batch_size": 4, "mini_batch_size": 4}.get(name, "x")
+
+
+def trained_with(era: Era, **fields: Any) -> Any:
+    """Return everything of a translation that reaches the trainer, and its ``ignored``."""
+    sizes = {"batch_size": 8, "mini_batch_size": 8} if era == "classic" else {"response_length": 10}
+    made = config(output_dir="o", **{**sizes, **fields})
+    made.settle(era)
+    result = translate(made, num_rows=32)
+    return (result.args.to_dict(), result.settings, result.plan, result.notes), result.ignored
+
+
+@pytest.mark.parametrize("era", ["v2", "classic"])
+def test_fields_without_effect_change_nothing_and_the_critics_are_named(era: Era) -> None:
+    """All of them at once: the settings that train are those of a call without any."""
+    named = {name: disposition(name, era) for name in OURS if name not in CURRENT}
+    quiet = [name for name, kind in named.items() if kind == "quiet" and name not in REMOVED_ARGUMENTS]
+    critic = [name for name, kind in named.items() if kind == "critic"]
+    assert "whiten_rewards" in quiet
+    assert len(critic) == 4
+    values = {name: other_value(name) for name in [*quiet, *critic] if not name.endswith("_kwargs")}
+    values.pop("stop_token", None)  # excludes stop_token_id
+    trained, ignored = trained_with(era, **values)
+    assert trained == trained_with(era)[0]
+    assert {text.split("=")[0] for text in ignored} == {*critic}
+
+
+# Read by the script or by the loop, not by the translation; stop_token="eos" is what sampling does anyway.
+READ_ELSEWHERE = {
+    "exp_name", "dataset_num_proc", "sft_model_path", "reward_model_path", "base_model", "stop_token", "task_name",
+    "model_name", "query_dataset", "reward_model", "push_to_hub_if_best_kwargs", "steps", "early_stopping", "target_kl",
+    "compare_steps", "ratio_threshold", "use_score_scaling", "use_score_norm", "score_clip", "forward_batch_size",
+    "tracker_kwargs", "accelerator_kwargs", "project_kwargs", "log_with", "remove_unused_columns",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("era", "name"),
+    [(era, n) for era in ("v2", "classic") for n in OURS if disposition(n, era) in ("same", "translate")
+     and n not in READ_ELSEWHERE and n not in CURRENT and n not in REMOVED_ARGUMENTS],
+)  # fmt: skip
+def test_a_field_with_an_effect_reaches_the_trainer(era: Era, name: str) -> None:
+    assert trained_with(era, **{name: other_value(name)})[0] != trained_with(era)[0]
 
 
 def test_no_field_of_ours_lacks_a_disposition() -> None:
@@ -64,6 +123,7 @@ def test_what_an_era_did_not_know_is_quiet_and_what_none_knew_is_unknown() -> No
     assert disposition("num_ppo_epochs", "classic") == "quiet"
     assert disposition("ppo_epochs", "v2") == "quiet"
     assert disposition("num_ppo_epoch", "v2") is None
+    assert disposition("non_eos_penalty", "classic") == "refuse"
 
 
 def test_every_field_can_be_set_and_read_back() -> None:

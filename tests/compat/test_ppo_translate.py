@@ -159,6 +159,7 @@ def test_outputs_are_written_where_ppo_wrote_them(tmp_path: Path) -> None:
     translate(config, world_size=2)
     assert (config.batch_size, config.mini_batch_size, config.micro_batch_size) == (32, 16, 8)
     assert (config.local_batch_size, config.local_mini_batch_size, config.num_total_batches) == (16, 8, 2)
+    assert config.num_updates == 2
     old = classic(batch_size=16, mini_batch_size=4, gradient_accumulation_steps=2, steps=100)
     translate(old, world_size=2)
     assert (old.backward_batch_size, old.global_backward_batch_size, old.global_batch_size) == (8, 16, 32)

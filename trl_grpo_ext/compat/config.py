@@ -157,6 +157,7 @@ class PPOConfig(TrainingArguments, RemovedArguments):
     kl_estimator: str = field(default="k1", metadata=_help("'k1' or 'k3'."))
     ds3_gather_for_generation: bool = field(default=True, metadata=_help("Gather ZeRO-3 weights for generation."))
     num_total_batches: int | None = field(default=None, metadata=_help("Filled in: updates of the run."))
+    num_updates: int | None = field(default=None, metadata=_help("Filled in: num_total_batches, as TRL 0.9 named it."))
     micro_batch_size: int | None = field(default=None, metadata=_help("Filled in: rows of one pass, all processes."))
     local_batch_size: int | None = field(default=None, metadata=_help("Filled in: completions per update, a process."))
     local_mini_batch_size: int | None = field(default=None, metadata=_help("Filled in: completions per step."))

@@ -48,6 +48,7 @@ V2_FIELDS: dict[str, Disposition] = {
     "local_mini_batch_size": "output",
     "mini_batch_size": "output",
     # PPOv2Config of 0.9 and 0.10 only
+    "num_updates": "output",
     "base_model": "same",
     "sanity_check": "quiet",
     "non_eos_penalty": "refuse",
@@ -105,6 +106,9 @@ CLASSIC_FIELDS: dict[str, Disposition] = {
     "global_backward_batch_size": "output",
     "global_batch_size": "output",
     "total_ppo_epochs": "output",
+    # new in v2, and honoured in the loop too
+    "model_adapter_name": "same",
+    "ref_adapter_name": "same",
 }
 
 # Fields that only the classic era knows: naming one is how a configuration says which era it is from.
@@ -214,7 +218,7 @@ def disposition(name: str, era: Era) -> Disposition | None:
     """Return what happens to field ``name`` of a ``PPOConfig`` of ``era``; None for a name that neither era knew.
 
     Fields of ``transformers.TrainingArguments`` are not listed here; those that transformers 5 still has are "same",
-    except the few in ``STEP_FIELDS``, those that it dropped are in ``REMOVED_ARGUMENTS``.
+    except the few in ``TRANSLATED_ARGUMENTS``, those that it dropped are in ``REMOVED_ARGUMENTS``.
     """
     own = CLASSIC_FIELDS if era == "classic" else V2_FIELDS
     if name in own:
@@ -224,4 +228,6 @@ def disposition(name: str, era: Era) -> Disposition | None:
     if name in TRANSLATED_ARGUMENTS:
         return "translate"
     other = V2_FIELDS if era == "classic" else CLASSIC_FIELDS
-    return "quiet" if name in other else None
+    if name not in other:
+        return None
+    return "refuse" if other[name] == "refuse" else "quiet"

@@ -263,6 +263,7 @@ def _fill_outputs(config: PPOConfig, plan: BatchPlan, world_size: int, num_rows:
     config.mini_batch_size = plan.completions // config.num_mini_batches
     config.local_mini_batch_size = config.local_batch_size // config.num_mini_batches
     config.num_total_batches = updates_for(episodes, plan.completions) if episodes else None
+    config.num_updates = config.num_total_batches
 
 
 def _tracker_fields(config: PPOConfig, chosen: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
