@@ -97,7 +97,8 @@ def test_the_kl_penalty_counts_inside_the_reward() -> None:
     trainer = make(ref_model=reference, init_kl_coef=0.5, adap_kl_ctrl=False)
     stats = trainer.step(queries(), responses(), [1.0] * 8)
     assert stats["ppo/mean_scores"] == 1.0
-    assert stats["ppo/mean_non_score_reward"] == pytest.approx(-0.5 * stats["objective/kl"], abs=1e-6)
+    per_token = stats["objective/kl"] * 8 / sum(map(len, responses()))
+    assert stats["ppo/mean_non_score_reward"] == pytest.approx(-0.5 * per_token, abs=1e-6)
     assert abs(stats["objective/kl"]) > 1e-3
     assert abs(stats["ppo/policy/advantages"]).max() > 0.1, "equal scores, but the KL penalty tells them apart"
     flat = make(init_kl_coef=0.0).step(queries(), responses(), [1.0] * 8)

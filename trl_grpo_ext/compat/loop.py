@@ -225,6 +225,7 @@ class ClassicLoopMixin(ClassicSamplingMixin):
             kl_coef=self.kl_ctl.value,
             entropy=gather(-(scored.logps.float() * scored.mask).sum(dim=1)),
             non_score_reward=gather(scored.non_score_reward),
+            num_tokens=gather(scored.mask.sum(dim=1)),
             scores=gather(score_B),
             advantages=gather(batch["advantages"]),
             logps=scored.logps,

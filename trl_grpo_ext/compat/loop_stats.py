@@ -41,6 +41,7 @@ class StepFigures(NamedTuple):
     kl_coef: float
     entropy: torch.Tensor
     non_score_reward: torch.Tensor
+    num_tokens: torch.Tensor
     scores: torch.Tensor
     advantages: torch.Tensor
     logps: torch.Tensor
@@ -64,7 +65,8 @@ def classic_stats(figures: StepFigures, mini_batches: Sequence[MiniBatchStats]) 
         "objective/ref_logprobs": _array(figures.ref_logps),
         "ppo/mean_scores": figures.scores.mean().item(),
         "ppo/std_scores": figures.scores.std().item(),
-        "ppo/mean_non_score_reward": figures.non_score_reward.mean().item(),
+        # Per token, unlike the KL beside it: so did TRL 0.11.
+        "ppo/mean_non_score_reward": (figures.non_score_reward.sum() / figures.num_tokens.sum()).item(),
         "ppo/learning_rate": figures.learning_rate,
         "ppo/loss/policy": mean["loss"],
         "ppo/loss/total": mean["loss"],
