@@ -43,6 +43,7 @@ LAYERS = {
     "recipe_fields": 6,
     "recipe_yaml": 6,
     "recipe": 7,
+    "bench": 7,
     "cli": 8,
 }
 # Against the direction, inside a function and for a stated reason.
@@ -57,11 +58,11 @@ SETTINGS = ("trl_grpo_ext.config", "trl_grpo_ext.trainer", "trl", "transformers.
 # Optional or heavy package -> modules that may import it at all (None: anywhere, but only inside a function).
 HOMES: dict[str, tuple[str, ...] | None] = {
     # the last two take a user's adapter apart: its LoRA layers to decode, its wrapper to find the value head's model
-    "peft": ("memory", "models", "cli.run", "rollout.packed_decoder", "compat.value_head"),
+    "peft": ("memory", "models", "cli.run", "bench.builtin", "rollout.packed_decoder", "compat.value_head"),
     "bitsandbytes": ("memory",),
     "vllm": ("rollout",),
     "ray": ("rollout", "rewards"),
-    "matplotlib": ("monitor", "cli"),
+    "matplotlib": ("monitor", "cli", "bench"),
     "prometheus_client": ("monitor",),
     "pynvml": ("monitor", "memory"),
     "gguf": ("models",),

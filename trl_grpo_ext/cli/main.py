@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from trl_grpo_ext._version import __version__
-from trl_grpo_ext.cli import check, evaluate, migrate, train
+from trl_grpo_ext.cli import bench, check, evaluate, migrate, train
 from trl_grpo_ext.errors import GroupRelativeError
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
+app.command("bench")(bench.bench)
 app.command("check")(check.check)
 app.command("migrate")(migrate.migrate)
 

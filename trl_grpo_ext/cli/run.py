@@ -53,7 +53,7 @@ def run_training(
     _quieten()
     recipe = prepared.recipe
     set_seed(int(recipe.trainer.get("seed", 42)))
-    args = _trainer_config(recipe, directory.path)
+    args = trainer_config(recipe, directory.path)
     say = _say_on_main(console, args)
     counts = prepared.splits.counts
     say(
@@ -175,7 +175,7 @@ def load_policy(recipe: Recipe, checkpoint: Path | None, *, announce: Any = lamb
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
-def _trainer_config(recipe: Recipe, output_dir: Path) -> GroupRelativeConfig:
+def trainer_config(recipe: Recipe, output_dir: Path) -> GroupRelativeConfig:
     """Return the trainer's settings: the recipe's over defaults that suit a command line.
 
     Raises:
@@ -225,27 +225,43 @@ def _build_trainer(
     prepared: Prepared, args: GroupRelativeConfig, control: bool, callbacks: list[Any], say: Any
 ) -> GroupRelativeTrainer:
     """Return the trainer with the recipe's rewards and, at weight 0, the accuracies to watch."""
-    recipe, rewards = prepared.recipe, prepared.rewards
-    functions, names, weights = list(rewards.functions), list(rewards.names), list(rewards.weights)
-    if recipe.eval.monitor and prepared.strict is not None:
-        functions += [prepared.strict, prepared.lenient]
-        names += MONITORS
-        weights += [0.0, 0.0]
-    args.reward_weights = weights
-    path = resolve_model(recipe.model.name, announce=say)
     trainer_class = ShuffledRewardsTrainer if control else GroupRelativeTrainer
-    trainer = trainer_class(
-        model=path,
-        reward_funcs=functions,
-        args=args,
-        train_dataset=to_dataset(prepared.splits.train),
-        processing_class=_tokenizer(recipe),
-        peft_config=_lora(recipe),
-        callbacks=callbacks,
-    )
-    trainer.reward_func_names = unique_names(names)
+    trainer = trainer_class(**trainer_arguments(prepared, args, say), callbacks=callbacks)
+    trainer.reward_func_names = unique_names(_reward_names(prepared))
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def trainer_arguments(prepared: Prepared, args: GroupRelativeConfig, say: Any = lambda _line: None) -> dict[str, Any]:
+    """Return the keyword arguments of a trainer, TRL's or ours, for a prepared recipe.
+
+    Args:
+        prepared: from ``prepare``.
+        args: the trainer's settings; the weights of the rewards are written into it.
+        say: called with a line before slow work.
+    """
+    recipe, rewards = prepared.recipe, prepared.rewards
+    functions, weights = list(rewards.functions), list(rewards.weights)
+    if _watches_accuracy(prepared):
+        functions += [prepared.strict, prepared.lenient]
+        weights += [0.0, 0.0]
+    args.reward_weights = weights
+    return {
+        "model": resolve_model(recipe.model.name, announce=say),
+        "reward_funcs": functions,
+        "args": args,
+        "train_dataset": to_dataset(prepared.splits.train),
+        "processing_class": _tokenizer(recipe),
+        "peft_config": _lora(recipe),
+    }
+
+
+def _reward_names(prepared: Prepared) -> list[str]:
+    return [*prepared.rewards.names, *(MONITORS if _watches_accuracy(prepared) else ())]
+
+
+def _watches_accuracy(prepared: Prepared) -> bool:
+    return prepared.recipe.eval.monitor and prepared.strict is not None
 
 
 def _lora(recipe: Recipe) -> Any:
