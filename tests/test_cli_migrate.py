@@ -34,7 +34,7 @@ REMARKS: dict[str, list[tuple[int, str]]] = {
     "list_dataset": [(12, "keywords in * or ** of PPOv2Config"), (33, "value is not passed on")],
     "lora": [(46, "'ppo/loss/value' came from the critic")],
     "pipeline_reward": [(40, "'ppo/val/var_explained' came from the critic")],
-    "quantised": [(12, "reward_adapter: reward adapters are not supported"), (22, ".compute_reward_score: reward")],
+    "quantised": [(14, "reward_adapter: reward adapters are not supported"), (26, ".compute_reward_score: reward")],
     "trainer_subclass": [(51, "value_model is not passed on")],
     "while_loop": [(10, "batch_size=1 has nothing to compare"), (17, ".v_head"), (18, ".record_step_stats")],
 }
@@ -79,6 +79,7 @@ def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     rows = [json.dumps({"prompt": f"What is {i} + {i}?"}) for i in range(16)]
     (tmp_path / "data" / "train.jsonl").write_text("\n".join(rows))
     made |= {"DATA": str(tmp_path / "data"), "OUTPUT": str(tmp_path / "out"), "ACCELERATE_USE_CPU": "true"}
+    made["ADAPTER"] = "someone/reward-adapter"
     for name, value in made.items():
         monkeypatch.setenv(name, value)
     return made
@@ -128,6 +129,34 @@ def test_a_batch_of_one_fails_as_the_remark_said(tmp_path: Path, monkeypatch: py
     paths(tmp_path, monkeypatch)
     with pytest.raises(ValueError, match="batch_size=1 holds one"):
         run(migrated("while_loop").code, tmp_path, monkeypatch)
+
+
+def test_a_reward_adapter_fails_as_the_remark_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths(tmp_path, monkeypatch)
+    with pytest.raises(ValueError, match="load the adapter as its own sequence classifier"):
+        run(migrated("quantised").code, tmp_path, monkeypatch)
+
+
+def test_a_migrated_quantised_script_runs_once_both_remarks_are_dealt_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    paths(tmp_path, monkeypatch)
+    wide = save_tiny(tmp_path / "wide", vocab_size=len(tiny_tokenizer()), hidden=64)  # a 4-bit block has 64 weights
+    monkeypatch.setenv("POLICY", wide)
+    code = migrated("quantised").code
+    for old, new in (
+        ('    reward_adapter=os.environ["ADAPTER"],\n', ""),
+        ("ppo_trainer.model.compute_reward_score(r.unsqueeze(0))", "torch.tensor(float(len(r)))"),
+    ):
+        assert code.count(old) == 1
+        code = code.replace(old, new)
+    ran = run(code, tmp_path, monkeypatch)
+    layer = ran["ppo_trainer"].model.get_base_model().model.layers[0].mlp.up_proj
+    assert type(layer).__name__ == "Linear8bitLt"
+    assert type(ran["ref"].model.layers[0].mlp.up_proj).__name__ == "Linear4bit"
+    assert ran["ppo_trainer"].state.global_step == 2
+    assert abs(ran["stats"]["objective/kl"]) > 0, "the 4-bit reference is not the 8-bit policy"
 
 
 # --- the notebook
