@@ -6,6 +6,7 @@ a bad recipe come at once.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -51,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     0: done. 1: the command itself says no (a failed check). 2: a wrong call, recipe or data set, told in one line on
     stderr. 130: interrupted. An error that nobody raised on purpose keeps its traceback.
     """
+    # bitsandbytes, imported by peft on any run, recommends another package for 4-bit products on a CPU.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         code = app(args=None if argv is None else list(argv), standalone_mode=False)
     except GroupRelativeError as error:
