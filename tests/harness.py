@@ -40,6 +40,8 @@ EXTRAS_OFF: dict[str, Any] = {
     "rollout_engine": "trl",
     "reward_isolation": "off",
     "reward_abstention": "zero",
+    "float32_adapters": False,
+    "watch_updates": False,
 }
 # What most tests leave out, so that they watch the window alone: TRL's forward pass is replaced or counted, and rewards
 # write down what they saw, which a worker process could not do.

@@ -38,6 +38,7 @@ LAYERS = {
     "compat.call": 3,  # puts the arguments of a call in order, knows no trainer
     "compat.fields": 3,
     "reward_step": 4,
+    "policy": 4,
     "trainer": 5,
     "compat": 6,
     "recipe_fields": 6,

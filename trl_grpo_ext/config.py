@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from trl import GRPOConfig
 
 from trl_grpo_ext.errors import ConfigurationError, nearest
+from trl_grpo_ext.memory.mode import AUTO, MemoryMode, named_mode
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +24,7 @@ AUTO_TOKENS_PER_GENERATION_BATCH = 32768
 ROLLOUT_ENGINES = ("auto", "trl")
 REWARD_ISOLATION = ("auto", "always", "never", "off")
 REWARD_ABSTENTION = ("group_mean", "zero")
+KL_REFERENCES = (None, "start", "base")
 
 
 @dataclass
@@ -57,7 +62,21 @@ class GroupRelativeConfig(GRPOConfig):
         reward_max_failure_rate: Largest tolerated share of failed samples of a step, 0 to 1; above it the run stops.
         reward_cache_entries: Most scores of deterministic rewards kept in memory; 0 switches the cache off.
         reward_cache_path: File in which these scores outlive the run.
+        memory: How the policy is held and trained: ``"full"``, ``"lora"``, ``"qlora"``, ``"qlora-8bit"``, ``"auto"``, a
+            ``MemoryMode`` or a mapping of its fields. Settings written beside it win over what a mode suggests. None:
+            TRL's behaviour. See ``docs/memory.md``.
+        adapter: An adapter to go on training, a directory or a hub id. It is put on ``model``, whatever its name was.
+        kl_reference: What the KL term is measured against (``beta`` > 0). ``"start"``: the policy as it is given, with
+            the adapter it is given with. ``"base"``: without any adapter, or the weights that the model's name stands
+            for. None: ``"start"`` where an adapter or a loaded model is given, elsewhere the two are the same.
+        float32_adapters: Whether adapters on a quantised base are trained in float32. False: TRL's bfloat16, in which
+            small updates round to nothing.
+        watch_updates: Whether to count the weights that each step changes (``update/moved_entries``), to warn when
+            hardly any do, and to end with an error when none did in a whole run.
     """
+
+    _written: ClassVar[frozenset[str]] = frozenset()
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "memory"]  # noqa: RUF012 (TRL types it so)
 
     max_tokens_per_micro_batch: int | None = field(
         default=None,
@@ -109,17 +128,43 @@ class GroupRelativeConfig(GRPOConfig):
     reward_cache_path: str | None = field(
         default=None, metadata={"help": "File in which the scores of deterministic rewards outlive the run."}
     )
+    watch_updates: bool = field(default=True, metadata={"help": "Whether to count the weights that each step changes."})
+    # A union whose second member is str: what the command lines of transformers and TRL make of it is a string.
+    memory: dict | str | None = field(
+        default=None,
+        metadata={"help": "How the policy is held: full, lora, qlora, qlora-8bit, auto, or fields of MemoryMode."},
+    )
+    adapter: str | None = field(
+        default=None, metadata={"help": "An adapter to go on training, a directory or a hub id."}
+    )
+    kl_reference: str | None = field(
+        default=None, metadata={"help": "What the KL term is measured against: start or base. None: automatic."}
+    )
+    float32_adapters: bool = field(
+        default=True, metadata={"help": "Whether adapters on a quantised base are trained in float32."}
+    )
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Note which settings were written, so that a memory mode can tell them from defaults of the same value."""
+        config = super().__new__(cls)
+        # A parser and dataclasses.replace write every field, which says nothing.
+        writes_all = len(kwargs) >= len([field for field in dataclasses.fields(cls) if field.init])
+        config.__dict__["_written"] = frozenset() if writes_all else frozenset(kwargs)
+        return config
 
     def __post_init__(self) -> None:
+        self._check_memory()
         for name, allowed in (
             ("rollout_engine", ROLLOUT_ENGINES),
             ("reward_isolation", REWARD_ISOLATION),
             ("reward_abstention", REWARD_ABSTENTION),
+            ("kl_reference", KL_REFERENCES),
         ):
             value = getattr(self, name)
             if value not in allowed:
+                names = ", ".join(map(str, allowed))
                 raise ConfigurationError(
-                    f"{name}={value!r} is not allowed; it must be one of {', '.join(allowed)}.{nearest(value, allowed)}"
+                    f"{name}={value!r} is not allowed; it must be one of {names}.{nearest(value, map(str, allowed))}"
                 )
         if self.rollout_seeded and self.rollout_engine == "trl":
             raise ConfigurationError('rollout_seeded=True needs rollout_engine="auto"; model.generate cannot do it.')
@@ -134,6 +179,15 @@ class GroupRelativeConfig(GRPOConfig):
             # transformers would pick the loss, which in policy optimisation says nothing about quality.
             self.metric_for_best_model, self.greater_is_better = "reward", True
         super().__post_init__()
+
+    def _check_memory(self) -> None:
+        """Raise for a memory mode that does not exist; write a record as a mapping, which can be saved as JSON."""
+        if isinstance(self.memory, str) and self.memory.startswith("{"):
+            self.memory = json.loads(self.memory)
+        if isinstance(self.memory, MemoryMode):
+            self.memory = self.memory.differences()
+        if self.memory is not None and self.memory != AUTO:
+            named_mode(self.memory)
 
     def _align_eval_batch(self) -> None:
         """Round the evaluation batch so that it holds whole groups: rewards are compared inside a group."""
@@ -168,16 +222,16 @@ class EngineSettings(NamedTuple):
         """Return the settings in ``args``; a plain ``trl.GRPOConfig`` gets our defaults."""
 
         def budget(name: str, automatic: int) -> int:
-            value = _value(args, name)
+            value = setting(args, name)
             return automatic if value is None else int(value)
 
         return cls(
             budget("max_tokens_per_micro_batch", AUTO_TOKENS_PER_MICRO_BATCH),
             budget("max_tokens_per_generation_batch", AUTO_TOKENS_PER_GENERATION_BATCH),
-            bool(_value(args, "skip_dead_groups")),
-            bool(_value(args, "shared_prefix_forward")),
-            _value(args, "rollout_engine"),
-            bool(_value(args, "rollout_seeded")),
+            bool(setting(args, "skip_dead_groups")),
+            bool(setting(args, "shared_prefix_forward")),
+            setting(args, "rollout_engine"),
+            bool(setting(args, "rollout_seeded")),
         )
 
 
@@ -196,8 +250,24 @@ class RewardSettings(NamedTuple):
     @classmethod
     def of(cls, args: Any) -> RewardSettings:
         """Return the settings in ``args``; a plain ``trl.GRPOConfig`` gets our defaults."""
-        return cls(*(_value(args, f"reward_{name}") for name in cls._fields))
+        return cls(*(setting(args, f"reward_{name}") for name in cls._fields))
 
 
-def _value(args: Any, name: str) -> Any:
+def written_settings(args: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Return those of the settings ``names`` that the user wrote, with their values.
+
+    Written is what was passed to the constructor, and what differs from its default (assigned later, or passed to a
+    plain ``trl.GRPOConfig``, which does not say).
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    passed: frozenset[str] = getattr(args, "_written", frozenset())
+    return {
+        name: getattr(args, name)
+        for name in names
+        if hasattr(args, name) and (name in passed or getattr(args, name) != defaults.get(name))
+    }
+
+
+def setting(args: Any, name: str) -> Any:
+    """Return one of our settings from ``args``; a plain ``trl.GRPOConfig`` gets our default."""
     return getattr(args, name, getattr(GroupRelativeConfig, name))

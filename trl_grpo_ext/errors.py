@@ -30,6 +30,10 @@ class RewardError(GroupRelativeError, RuntimeError):
     """Rewards failed more often than the run allows, or returned something that is not a reward."""
 
 
+class NothingTrainedError(GroupRelativeError, RuntimeError):
+    """A whole run in which not one trained number changed."""
+
+
 class SandboxError(GroupRelativeError, RuntimeError):
     """No safe way to run untrusted code on this machine, or the sandbox itself broke."""
 

@@ -47,8 +47,13 @@ SEAMS = (
             "rollout_func",
             "environment_factory",
         ),
-        (),
-        "the constructor takes TRL's arguments in TRL's order",
+        (
+            "self.ref_model = create_model_from_path(get_config_model_id(self.model.config), **model_init_kwargs)",
+            'model.add_adapter("ref", default_config)',
+            "param.data = param.data.to(torch.bfloat16)",
+        ),
+        "the constructor takes TRL's arguments in TRL's order; ours gives it the reference of a loaded model, keeps or "
+        "drops its copy of an adapter, and takes back its rounding of adapters",
     ),
     Seam(
         "training_step",
@@ -141,6 +146,18 @@ SEAMS = (
             'self.loss_type in ["cispo", "dapo", "vespo"]',
         ),
         "the loss of each row depends on other rows through masks and counts only",
+    ),
+    Seam(
+        "_save_checkpoint",
+        ("model", "trial"),
+        ("super()._save_checkpoint(model, trial)",),
+        "writes a checkpoint's folder; ours adds what the KL term is measured against",
+    ),
+    Seam(
+        "_load_from_checkpoint",
+        ("resume_from_checkpoint", "model"),
+        ("for subdir_name in adapter_subdirs", "model.set_adapter(active_adapter)"),
+        "restores every adapter of a checkpoint; ours restores what the KL term is measured against",
     ),
     Seam("_log_completion_extra", ("column", "values"), ("self._pending_extra_logs[column]",), "unusable calls warn"),
     Seam("_log_metric", ("name", "value"), ("self._pending_metrics[name]",), "unusable calls warn"),

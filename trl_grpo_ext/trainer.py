@@ -18,6 +18,8 @@ from trl_grpo_ext.learner.window import RolloutWindow
 from trl_grpo_ext.learner.window_step import WindowStepMixin
 from trl_grpo_ext.monitor.user_logs import UserLogs
 from trl_grpo_ext.objective.dead_groups import find_dead_groups
+from trl_grpo_ext.policy.setup import own_reference, prepare_policy
+from trl_grpo_ext.policy.step import PolicyStepMixin
 from trl_grpo_ext.preflight import check_one_step_of_data, check_reward_columns
 from trl_grpo_ext.reward_step import RewardStepMixin
 from trl_grpo_ext.rewards.registry import unique_names
@@ -31,14 +33,16 @@ logger = logging.getLogger(__name__)
 check_seams()
 
 
-class GroupRelativeTrainer(WindowStepMixin, RolloutStepMixin, RewardStepMixin, GRPOTrainer):
+class GroupRelativeTrainer(PolicyStepMixin, WindowStepMixin, RolloutStepMixin, RewardStepMixin, GRPOTrainer):
     """Train a policy with group-relative advantages: a drop-in for ``trl.GRPOTrainer``.
 
     Takes the arguments of ``trl.GRPOTrainer`` in its order; ``args`` may be a plain ``trl.GRPOConfig``. One optimiser
     step forwards its rollouts in micro-batches that fit a token budget and skips groups without a gradient; the
-    gradient is TRL's. See ``docs/window.md``.
+    gradient is TRL's. See ``docs/window.md``. Two keywords come after TRL's: ``memory``, how the policy is held and
+    trained, and ``adapter``, an adapter to go on training; both are settings too. See ``docs/memory.md``.
 
     Raises:
+        ConfigurationError: for settings that contradict each other, and where nothing would be trained.
         DataError: if the data set cannot fill one optimiser step, or lacks a column that a reward needs, before any
             model is loaded.
     """
@@ -62,6 +66,9 @@ class GroupRelativeTrainer(WindowStepMixin, RolloutStepMixin, RewardStepMixin, G
         tools: list[Callable] | None = None,
         rollout_func: Any = None,
         environment_factory: Any = None,
+        *,
+        memory: Any = None,
+        adapter: str | None = None,
     ) -> None:
         if args is None:
             name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "") or "model"
@@ -71,22 +78,32 @@ class GroupRelativeTrainer(WindowStepMixin, RolloutStepMixin, RewardStepMixin, G
         check_reward_columns(train_dataset, reward_funcs, adds_columns=adds_columns)
         self._reward_settings = RewardSettings.of(args)
         self._user_logs = UserLogs()
-        super().__init__(
-            model=model,
-            reward_funcs=reward_funcs,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            reward_processing_classes=reward_processing_classes,
-            callbacks=callbacks,
-            optimizers=optimizers,
+        policy = prepare_policy(
+            model,
+            args,
             quantization_config=quantization_config,
             peft_config=peft_config,
-            tools=tools,
-            rollout_func=rollout_func,
-            environment_factory=environment_factory,
+            memory=memory,
+            adapter=adapter,
         )
+        with own_reference(policy, args):
+            super().__init__(
+                model=policy.model,
+                reward_funcs=reward_funcs,
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                quantization_config=policy.quantization_config,
+                peft_config=policy.peft_config,
+                tools=tools,
+                rollout_func=rollout_func,
+                environment_factory=environment_factory,
+            )
+        self._settle_policy(policy)
         self.engine_settings = EngineSettings.of(args)
         self.reward_func_names = unique_names(self.reward_func_names)
         self._window = RolloutWindow()
@@ -133,6 +150,7 @@ class GroupRelativeTrainer(WindowStepMixin, RolloutStepMixin, RewardStepMixin, G
 
         Raises:
             DataError: if the data ran out before one optimiser step was made.
+            NothingTrainedError: if no weight changed, although some group's rewards differed.
         """
         self._window.clear()
         self._start_reward_workers()
@@ -143,6 +161,8 @@ class GroupRelativeTrainer(WindowStepMixin, RolloutStepMixin, RewardStepMixin, G
                 f"rows ({self.args.generation_batch_size // self.num_generations} prompts) came together. Provide more "
                 "prompts, or lower per_device_train_batch_size or gradient_accumulation_steps."
             )
+        if self._update_guard is not None:
+            self._update_guard.finish(self.model)
         return result
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -152,8 +172,12 @@ class GroupRelativeTrainer(WindowStepMixin, RolloutStepMixin, RewardStepMixin, G
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Collect TRL's micro-batches of one optimiser step; with the last one, run them all."""
-        if self._why_no_window is not None:
-            return super().training_step(model, inputs, num_items_in_batch)
+        with self._saved_for_backward():
+            if self._why_no_window is not None:
+                return super().training_step(model, inputs, num_items_in_batch)
+            return self._window_step(model, inputs)
+
+    def _window_step(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         started = time.perf_counter()
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
@@ -192,6 +216,8 @@ class GroupRelativeTrainer(WindowStepMixin, RolloutStepMixin, RewardStepMixin, G
         output["group_index"] = row // self.num_generations
         if self.engine_settings.skip_dead_groups and self.multi_objective_aggregation == "sum_then_normalize":
             dead = find_dead_groups(self._rewards_per_func, self.reward_weights, self.args.num_generations)
+            if self._update_guard is not None:
+                self._update_guard.saw_groups(int((~dead).sum()))
             is_dead = dead[output["group_index"]]
             output["advantages"][is_dead] = 0.0
             output["is_dead"] = is_dead & self._can_skip_dead_groups

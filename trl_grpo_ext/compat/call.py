@@ -85,7 +85,9 @@ CLASSIC_KEYWORDS = frozenset(
 )
 # Arguments that carry nothing into the new trainer and are said so once, in the start-up report.
 CRITIC_ARGUMENTS = ("value_model",)
-_KNOWN = frozenset({*V2_ORDER, *CLASSIC_ORDER, *GRPO_ORDER, *PPO_ONLY})
+# Keywords of the trainer that neither era nor TRL had.
+OUR_KEYWORDS = ("memory", "adapter")
+_KNOWN = frozenset({*V2_ORDER, *CLASSIC_ORDER, *GRPO_ORDER, *PPO_ONLY, *OUR_KEYWORDS})
 
 
 class UnknownArgumentError(ConfigurationError, TypeError):

@@ -62,6 +62,11 @@ class MemoryMode:
                 'Use tuning="lora", or base="bfloat16".'
             )
 
+    def differences(self) -> dict[str, Any]:
+        """Return the fields that are not at their defaults: what ``MemoryMode(**fields)`` needs to be this one."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {field.name: values[field.name] for field in fields(self) if values[field.name] != field.default}
+
     @property
     def quantised(self) -> bool:
         """Whether the base weights are stored in 4 or 8 bits."""
@@ -74,6 +79,24 @@ NAMED_MODES: dict[str, MemoryMode] = {
     "qlora": MemoryMode(base="nf4"),
     "qlora-8bit": MemoryMode(base="int8"),
 }
+
+
+AUTO = "auto"
+
+
+def asked_fields(memory: str | MemoryMode | dict[str, Any]) -> frozenset[str]:
+    """Return the fields that ``memory`` asks for, as against those that a mode's name merely suggests.
+
+    A name asks for what defines it (``tuning`` and, where it is quantised, ``base``), a mapping for its keys, a record
+    for the fields that differ from their defaults.
+    """
+    if isinstance(memory, dict):
+        return frozenset(memory)
+    if isinstance(memory, MemoryMode):
+        return frozenset(memory.differences())
+    if memory == AUTO:
+        return frozenset()
+    return frozenset({"tuning", "base"} if named_mode(memory).quantised else {"tuning"})
 
 
 def named_mode(name: str | MemoryMode | dict[str, Any]) -> MemoryMode:
@@ -91,6 +114,6 @@ def named_mode(name: str | MemoryMode | dict[str, Any]) -> MemoryMode:
                 raise ConfigurationError(f"memory: {key!r} is no field of MemoryMode.{nearest(key, known)}")
         return MemoryMode(**name)
     if name not in NAMED_MODES:
-        names = ["auto", *NAMED_MODES]
+        names = [AUTO, *NAMED_MODES]
         raise ConfigurationError(f"memory={name!r} is none of {', '.join(names)}.{nearest(name, names)}")
     return NAMED_MODES[name]
