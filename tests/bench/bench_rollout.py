@@ -4,7 +4,7 @@
 
 ``--model`` is any supported causal language model. Jobs are those of docs/engine_rollout.md. The model is set up as
 TRL does: LoRA r 16 on all linear layers in float32, and with bf16 a bfloat16 base under bfloat16 autocast around
-``forward``.
+``forward``; ``bf16-plain`` leaves the autocast out, as on a CPU, where TRL cannot have it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ JOBS = {
 
 def load(path: str, dtype: str, lora: bool) -> Any:
     """Return the model as TRL would hold it when it generates."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.bfloat16 if dtype.startswith("bf16") else torch.float32
+    )
     if lora:
         from peft import LoraConfig, get_peft_model
 
@@ -149,7 +151,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--jobs", nargs="+", default=["short", "long"], choices=sorted(JOBS))
-    parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp32"], choices=["bf16", "fp32", "fp32-autocast"])
+    choices = ["bf16", "bf16-plain", "fp32", "fp32-autocast"]
+    parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp32"], choices=choices)
     parser.add_argument("--decoder", default="auto", choices=["auto", "modules", "packed"])
     parser.add_argument("--no-lora", action="store_true")
     parser.add_argument("--repeats", type=int, default=3)

@@ -3,8 +3,9 @@
 With a handful of rows a decode step is bound by reading weights. oneDNN reads a weight matrix 1.3 to 2 times faster
 when it was reordered beforehand, and half of the remaining time is Python and dispatch: query, key and value (gate and
 up) share their input and become one product, and LoRA's B becomes extra columns of the base weight,
-``W x + s B (A x) = [W | s B] [x; A x]``, so nothing is merged into the weight and rounded away. The packed copy lives
-for one rollout only: the weights change with every optimiser step, and training needs the memory.
+``W x + s B (A x) = [W | s B] [x; A x]``, so nothing is merged into the weight and rounded away. Adapters that compute in
+float32 beside a half-precision weight take two small products of their own. The packed copy lives for one rollout only:
+the weights change with every optimiser step, and training needs the memory.
 
 Dimensions: M rows, E hidden size, H query heads, K key/value heads, D head size, V vocabulary.
 """
@@ -45,8 +46,8 @@ def is_plain(module: nn.Module) -> bool:
 def take_apart(module: nn.Module, autocast_dtype: torch.dtype | None) -> LinearParts | None:
     """Return the parts of a linear layer or of a plain LoRA layer around one, None when it is anything else.
 
-    A LoRA layer whose adapter computes in another dtype than its base (float32 adapters on a bfloat16 base without
-    autocast) is left whole, since packing would change the precision of the adapter.
+    Without autocast an adapter computes in its own dtype. Float32 on any base is taken apart, since ``PackedLinear``
+    keeps that precision; other mixtures are left whole.
     """
     if type(module) is nn.Linear:
         return LinearParts(module.weight, module.bias, []) if is_plain(module) else None
@@ -69,7 +70,7 @@ def take_apart(module: nn.Module, autocast_dtype: torch.dtype | None) -> LinearP
         known_dropout = isinstance(dropout, nn.Identity | nn.Dropout)
         if not plain or active_dropout or not known_dropout or name in module.lora_variant or up.bias is not None:
             return None
-        if autocast_dtype is None and down.weight.dtype != base.weight.dtype:
+        if autocast_dtype is None and down.weight.dtype not in (base.weight.dtype, torch.float32):
             return None
         adapters.append((down.weight, up.weight, float(module.scaling[name])))
     return base._replace(adapters=adapters)
@@ -78,40 +79,62 @@ def take_apart(module: nn.Module, autocast_dtype: torch.dtype | None) -> LinearP
 class PackedLinear:
     """Linear layers with a common input as one product, their adapters included.
 
+    Adapters in the dtype of the product become columns of its weight. Adapters in float32 on a half-precision product
+    stay apart and are added in float32 before the sum is rounded, as PEFT does.
+
     Args:
         parts: the layers, in the order their outputs are concatenated.
         dtype: dtype of the product.
         expected_rows: rows the packing is tuned for; any number works.
+        keeps_float32: True leaves float32 adapters in float32 (no autocast); False rounds them to ``dtype``.
     """
 
-    def __init__(self, parts: Sequence[LinearParts], dtype: torch.dtype, expected_rows: int) -> None:
+    def __init__(
+        self, parts: Sequence[LinearParts], dtype: torch.dtype, expected_rows: int, *, keeps_float32: bool
+    ) -> None:
         weight = torch.cat([part.weight.to(dtype) for part in parts]) if len(parts) > 1 else parts[0].weight.to(dtype)
+        self._dtype = dtype
         self._down: torch.Tensor | None = None
-        downs = [down.to(dtype) for part in parts for down, _, _ in part.adapters]
-        if downs:
-            self._down = torch.cat(downs) if len(downs) > 1 else downs[0]
-            ups = weight.new_zeros(weight.shape[0], self._down.shape[0])
-            row = column = 0
-            for part in parts:
-                rows = slice(row, row + part.weight.shape[0])
-                for _, up, scale in part.adapters:
-                    ups[rows, column : column + up.shape[1]] = up.to(torch.float32) * scale
-                    column += up.shape[1]
-                row = rows.stop
-            weight = torch.cat((weight, ups), dim=1)
+        self._up: torch.Tensor | None = None
+        adapters = [adapter for part in parts for adapter in part.adapters]
+        if adapters:
+            is_apart = keeps_float32 and any(down.dtype == torch.float32 for down, _, _ in adapters)
+            down_dtype = torch.float32 if is_apart else dtype
+            self._down = torch.cat([down.to(down_dtype) for down, _, _ in adapters])
+            ups = _side_by_side(parts, weight.shape[0], self._down)
+            if is_apart and dtype != torch.float32:
+                self._up = ups
+            else:
+                weight = torch.cat((weight, ups), dim=1)
         self._bias: torch.Tensor | None = None
         if any(part.bias is not None for part in parts):
             biases = [part.weight.new_zeros(part.weight.shape[0]) if part.bias is None else part.bias for part in parts]
             self._bias = torch.cat(biases).to(dtype)
-        self._dtype = dtype
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), expected_rows)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return (M, sum of outputs) of ``x`` (M, I)."""
         x = x.to(self._dtype)
+        if self._up is not None and self._down is not None:
+            product = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+            adapted = F.linear(F.linear(x.to(self._down.dtype), self._down), self._up)
+            return adapted.add_(product).to(product.dtype)
         if self._down is not None:
             x = torch.cat((x, F.linear(x, self._down)), dim=-1)
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+
+
+def _side_by_side(parts: Sequence[LinearParts], num_outputs: int, down: torch.Tensor) -> torch.Tensor:
+    """Return the scaled B of every adapter as blocks of one (outputs, ranks) matrix in the dtype of ``down``."""
+    ups = down.new_zeros(num_outputs, down.shape[0])
+    row = column = 0
+    for part in parts:
+        end = row + part.weight.shape[0]
+        for _, up, scale in part.adapters:
+            ups[row:end, column : column + up.shape[1]] = up.to(torch.float32) * scale
+            column += up.shape[1]
+        row = end
+    return ups
 
 
 class _Layer(NamedTuple):
@@ -198,7 +221,8 @@ class PackedDecoder:
         known = [part for part in parts if part is not None]
         dtypes = {self._autocast_dtype or part.weight.dtype for part in known}
         if len(known) == len(modules) and len(dtypes) == 1:
-            return PackedLinear(known, dtypes.pop(), self._expected_rows)
+            keeps_float32 = self._autocast_dtype is None
+            return PackedLinear(known, dtypes.pop(), self._expected_rows, keeps_float32=keeps_float32)
 
         def call_modules(x: torch.Tensor) -> torch.Tensor:
             with self._autocast():
