@@ -3,9 +3,9 @@
 With a handful of rows a decode step is bound by reading weights. oneDNN reads a weight matrix 1.3 to 2 times faster
 when it was reordered beforehand, and half of the remaining time is Python and dispatch: query, key and value (gate and
 up) share their input and become one product, and LoRA's B becomes extra columns of the base weight,
-``W x + s B (A x) = [W | s B] [x; A x]``, so nothing is merged into the weight and rounded away. Adapters that compute in
-float32 beside a half-precision weight take two small products of their own. The packed copy lives for one rollout only:
-the weights change with every optimiser step, and training needs the memory.
+``W x + s B (A x) = [W | s B] [x; A x]``, so nothing is merged into the weight and rounded away. Adapters that compute
+in float32 beside a half-precision weight take two small products of their own. The packed copy lives for one rollout
+only: the weights change with every optimiser step, and training needs the memory.
 
 Dimensions: M rows, E hidden size, H query heads, K key/value heads, D head size, V vocabulary.
 """
