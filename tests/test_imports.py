@@ -39,6 +39,7 @@ LAYERS = {
     "compat.fields": 3,
     "reward_step": 4,
     "policy": 4,
+    "sampled_logps": 4,
     "trainer": 5,
     "compat": 6,
     "recipe_fields": 6,

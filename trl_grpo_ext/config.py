@@ -50,6 +50,9 @@ class GroupRelativeConfig(GRPOConfig):
             batching, when chosen, come first.
         rollout_seeded: Whether every completion has a random stream of its own, so that it does not depend on which
             other rows are sampled with it. Needs the engine.
+        old_logps_from_rollout: Whether the log-probabilities seen while sampling stand in for the forward pass that TRL
+            runs after each rollout that more than one optimiser step learns from. Needs the engine. In bfloat16 they
+            differ from the forward pass by its rounding, so the first ratios are no longer exactly 1.
         reward_isolation: ``"auto"``: reward functions run in worker processes, those that cannot be sent there in the
             training process with one warning. ``"always"``: refuse what cannot be sent. ``"never"``: all in the
             training process, failures still counted. ``"off"``: TRL's own call, in which one exception ends the run.
@@ -101,6 +104,10 @@ class GroupRelativeConfig(GRPOConfig):
     rollout_seeded: bool = field(
         default=False,
         metadata={"help": "Whether a completion does not depend on the rows it is sampled with."},
+    )
+    old_logps_from_rollout: bool = field(
+        default=False,
+        metadata={"help": "Whether sampling's log-probabilities save TRL's forward pass for the old ones."},
     )
     reward_isolation: str = field(
         default="auto",
@@ -166,8 +173,9 @@ class GroupRelativeConfig(GRPOConfig):
                 raise ConfigurationError(
                     f"{name}={value!r} is not allowed; it must be one of {names}.{nearest(value, map(str, allowed))}"
                 )
-        if self.rollout_seeded and self.rollout_engine == "trl":
-            raise ConfigurationError('rollout_seeded=True needs rollout_engine="auto"; model.generate cannot do it.')
+        for name in ("rollout_seeded", "old_logps_from_rollout"):
+            if getattr(self, name) and self.rollout_engine == "trl":
+                raise ConfigurationError(f'{name}=True needs rollout_engine="auto"; model.generate cannot do it.')
         for name in ("max_tokens_per_micro_batch", "max_tokens_per_generation_batch"):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -216,6 +224,7 @@ class EngineSettings(NamedTuple):
     shared_prefix_forward: bool
     rollout_engine: str
     rollout_seeded: bool
+    old_logps_from_rollout: bool
 
     @classmethod
     def of(cls, args: Any) -> EngineSettings:
@@ -232,6 +241,7 @@ class EngineSettings(NamedTuple):
             bool(setting(args, "shared_prefix_forward")),
             setting(args, "rollout_engine"),
             bool(setting(args, "rollout_seeded")),
+            bool(setting(args, "old_logps_from_rollout")),
         )
 
 

@@ -87,8 +87,12 @@ SEAMS = (
             '"num_items_in_batch": num_items_in_batch',
             'output["old_per_token_logps"] = old_per_token_logps',
             'output["ref_per_token_logps"] = ref_per_token_logps',
+            "generate_every = self.args.steps_per_generation * self.num_iterations",
+            "if self.args.gradient_accumulation_steps % generate_every != 0 or (",
+            "old_per_token_logps, _, _ = self._get_per_token_logps_and_entropies( self.model,",
         ),
-        "returns the rows in the order of the prompts, one process's slice; we mark dead groups in it",
+        "returns the rows in the order of the prompts, one process's slice; we mark dead groups in it, and answer its "
+        "first call for log-probabilities with the old ones",
     ),
     Seam(
         "_calculate_rewards",
@@ -182,6 +186,8 @@ ATTRIBUTES = (
     "num_iterations",
     "reward_func_names",
     "reward_weights",
+    "temperature",
+    "tools",
     "top_entropy_quantile",
     "use_adaptive_entropy",
     "use_transformers_continuous_batching",

@@ -25,6 +25,7 @@ from trl_grpo_ext.reward_step import RewardStepMixin
 from trl_grpo_ext.rewards.registry import unique_names
 from trl_grpo_ext.rng import preserved_rng
 from trl_grpo_ext.rollout.rollout_step import RolloutStepMixin
+from trl_grpo_ext.sampled_logps import SampledLogpsMixin
 from trl_grpo_ext.seams import check_seams
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,9 @@ logger = logging.getLogger(__name__)
 check_seams()
 
 
-class GroupRelativeTrainer(PolicyStepMixin, WindowStepMixin, RolloutStepMixin, RewardStepMixin, GRPOTrainer):
+class GroupRelativeTrainer(
+    PolicyStepMixin, SampledLogpsMixin, WindowStepMixin, RolloutStepMixin, RewardStepMixin, GRPOTrainer
+):
     """Train a policy with group-relative advantages: a drop-in for ``trl.GRPOTrainer``.
 
     Takes the arguments of ``trl.GRPOTrainer`` in its order; ``args`` may be a plain ``trl.GRPOConfig``. One optimiser
@@ -111,6 +114,7 @@ class GroupRelativeTrainer(PolicyStepMixin, WindowStepMixin, RolloutStepMixin, R
         self._max_packed_tokens = self.engine_settings.max_tokens_per_micro_batch or None
         self._engine_is_on = self.engine_settings.rollout_engine == "auto"
         self._rollout_is_seeded = self.engine_settings.rollout_seeded
+        self._old_logps_from_rollout = self.engine_settings.old_logps_from_rollout
         self._max_generation_tokens = self.engine_settings.max_tokens_per_generation_batch or None
         self._why_no_window = self._find_why_no_window()
         if self._why_no_window is not None and self.engine_settings.max_tokens_per_micro_batch:

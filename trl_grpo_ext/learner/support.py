@@ -101,9 +101,9 @@ def _wrong_positions(model: nn.Module, base: Any, max_length: int | None) -> Ite
     if "position_ids" not in inspect.signature(backbone.forward).parameters:
         yield f"{type(backbone).__name__} takes no position_ids"
     if config.model_type not in _ABSOLUTE_POSITIONS_PROVEN:
-        for name, module in backbone.named_modules():
-            if isinstance(module, nn.Embedding) and name.rsplit(".", 1)[-1] in _ABSOLUTE_POSITION_NAMES:
-                yield f"{name} holds absolute positions, which depend on the padding"
+        name = find_absolute_positions(backbone)
+        if name is not None:
+            yield f"{name} holds absolute positions, which depend on the padding"
     if getattr(config, "alibi", False):
         yield "the attention is biased by distance (ALiBi)"
     rope = getattr(config, "rope_parameters", None) or {}
@@ -113,6 +113,14 @@ def _wrong_positions(model: nn.Module, base: Any, max_length: int | None) -> Ite
         trained = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
         if kind in _LENGTH_DEPENDENT_ROPE and (max_length is None or max_length > trained):
             yield f"{kind} rotary embeddings change with the longest row once it exceeds {trained} tokens"
+
+
+def find_absolute_positions(model: nn.Module) -> str | None:
+    """Return the name of the embedding that a model takes absolute positions from, or None where it has none."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and name.rsplit(".", 1)[-1] in _ABSOLUTE_POSITION_NAMES:
+            return name
+    return None
 
 
 def _wrong_randomness(model: nn.Module, base: Any, max_length: int | None) -> Iterator[str]:

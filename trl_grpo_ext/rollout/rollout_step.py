@@ -34,6 +34,7 @@ class RolloutStepMixin(GRPOTrainer):
     _max_generation_tokens: int | None = None
     _engine: TransformersRolloutEngine | None = None
     _num_rollouts = 0
+    _sampled_logps: list[list[float]] | None = None
 
     def _generate_single_turn(
         self,
@@ -83,17 +84,28 @@ class RolloutStepMixin(GRPOTrainer):
                 return None
             try:
                 batch = self._engine.generate(
-                    model, prompt_ids, params, max_tokens=self._max_generation_tokens, progress=_log_progress
+                    model,
+                    prompt_ids,
+                    params,
+                    max_tokens=self._max_generation_tokens,
+                    return_logprobs=self._wants_sampled_logps(model, params),
+                    progress=_log_progress,
                 )
             except UnsupportedModelError as error:  # found in the attention itself, which no look at the model foresees
                 self._say_why_generate(str(error))
                 self._engine_is_on = False
                 return None
+        if batch.logprobs is not None and self._sampled_logps is not None:
+            self._sampled_logps += batch.logprobs
         seconds = batch.stats.prefill_s + batch.stats.decode_s
         metrics = self._metrics["train" if self.model.training else "eval"]
         metrics["rollout/seconds"].append(seconds)
         metrics["rollout/tokens_per_second"].append(batch.stats.num_tokens / max(seconds, 1e-9))
         return batch
+
+    def _wants_sampled_logps(self, model: Any, params: SamplingParams) -> bool:
+        """Return whether the log-probabilities of the tokens drawn have a use (``trl_grpo_ext.sampled_logps``)."""
+        return False
 
     def _row_seeds(self, num_rows: int) -> list[int] | None:
         """Return a seed for each row that depends on run, step, call, process and row, not on how rows are batched."""
