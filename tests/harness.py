@@ -38,6 +38,8 @@ EXTRAS_OFF: dict[str, Any] = {
     "skip_dead_groups": False,
     "shared_prefix_forward": False,
     "rollout_engine": "trl",
+    "oom_max_halvings": 0,
+    "memory_metrics": False,
     "reward_isolation": "off",
     "reward_abstention": "zero",
     "float32_adapters": False,
@@ -45,7 +47,9 @@ EXTRAS_OFF: dict[str, Any] = {
 }
 # What most tests leave out, so that they watch the window alone: TRL's forward pass is replaced or counted, and rewards
 # write down what they saw, which a worker process could not do.
-WINDOW_ALONE: dict[str, Any] = {name: v for name, v in EXTRAS_OFF.items() if not name.startswith(("max_", "skip_"))}
+WINDOW_ALONE: dict[str, Any] = {
+    name: v for name, v in EXTRAS_OFF.items() if not name.startswith(("max_", "skip_", "oom_", "memory_"))
+}
 ALL_EXTRAS: dict[str, Any] = {"shared_prefix_forward": True, "reward_isolation": "never"}
 TRL_FIELDS = frozenset(field.name for field in dataclasses.fields(GRPOConfig))
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")

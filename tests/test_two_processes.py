@@ -53,6 +53,29 @@ SCENARIOS |= pair("kl and two iterations", beta=0.04, num_iterations=2, max_step
 SCENARIOS |= pair("entropy quantile", top_entropy_quantile=0.4)
 SCENARIOS |= pair("checkpointing", gradient_checkpointing=True, dead=[0, 1, 2, 3])
 SCENARIOS |= pair("every extra", shared_prefix_forward=True, reward_isolation="never", dead=[0, 1, 2, 3])
+# Memory runs out on one rank only; TRL's run, which it is compared with, is undisturbed.
+OUT_OF_MEMORY = {
+    "in a forward": {"ranks": [1], "phase": "train", "at": [1]},
+    "in the first forward": {"ranks": [0], "phase": "train", "at": [0]},
+    "in a backward": {"ranks": [0], "phase": "train", "at": [1], "place": "backward"},
+    "on each rank in turn": {"ranks": [0, 1], "phase": "train", "at": [0, 9], "place": "backward"},
+    "in the reference pass": {"ranks": [1], "phase": "score", "at": [0]},
+}
+for _place, _injection in OUT_OF_MEMORY.items():
+    SCENARIOS |= pair(f"out of memory {_place}", beta=0.04 if _injection["phase"] == "score" else 0.0)
+    SCENARIOS[f"out of memory {_place}/ours"]["fields"] |= {
+        "out_of_memory": _injection,
+        "max_tokens_per_micro_batch": 160,
+        "gradient_checkpointing": _place == "in a backward",
+    }
+SCENARIOS["out of memory for ever/ours"] = {
+    "ours": True,
+    "fields": {**BASE, "out_of_memory": {"ranks": [1], "phase": "train", "at": list(range(99))}},
+}
+SCENARIOS["out of memory while sampling/ours"] = {
+    "ours": True,
+    "fields": {**BASE, "out_of_memory": {"ranks": [1], "phase": "generate", "at": [3]}, "samples": True},
+}
 SCENARIOS["rewards fail on rank 1"] = {
     "ours": True,
     "fields": {**BASE, "reward_isolation": "never", "reward_fails_on_rank_1": True},
@@ -89,7 +112,7 @@ def gaps(mine: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor
 
 
 @pytest.mark.timeout(HANG_S + 60)
-@pytest.mark.parametrize("name", sorted({key.rsplit("/", 1)[0] for key in SCENARIOS if "/" in key}))
+@pytest.mark.parametrize("name", sorted({key.rsplit("/", 1)[0] for key in SCENARIOS if key.endswith("/trl")}))
 def test_two_processes_have_trl_s_gradient(name: str, ranks: list[dict[str, Any]]) -> None:
     for rank, results in enumerate(ranks):
         ours, theirs = results[f"{name}/ours"], results[f"{name}/trl"]
@@ -146,3 +169,30 @@ def test_all_ranks_stop_together_when_rewards_fail_on_one(ranks: list[dict[str, 
         assert result["seconds"] < 30
     assert "on another rank" in first["stopped_by"]
     assert "the judge is down" in second["stopped_by"]
+
+
+@pytest.mark.parametrize("place", OUT_OF_MEMORY)
+def test_all_ranks_do_it_again_when_one_runs_out_of_memory(place: str, ranks: list[dict[str, Any]]) -> None:
+    """That the gradient is TRL's is tested above."""
+    first, second = (results[f"out of memory {place}/ours"] for results in ranks)
+    phase = OUT_OF_MEMORY[place]["phase"]
+    assert first["budgets"] == second["budgets"]
+    assert first["budgets"][phase]["num_halvings"] == (2 if place == "on each rank in turn" else 1)
+    assert first["budgets"][phase]["max_tokens"] <= 80
+    assert first["stopped_by"] is second["stopped_by"] is None
+
+
+def test_all_ranks_stop_together_when_one_is_out_of_memory_for_ever(ranks: list[dict[str, Any]]) -> None:
+    for results in ranks:
+        result = results["out of memory for ever/ours"]
+        assert "Out of memory in the training step" in result["stopped_by"]
+        assert result["seconds"] < 30
+    assert "on another process" in ranks[0]["out of memory for ever/ours"]["stopped_by"]
+
+
+def test_all_ranks_take_the_lower_budget_of_sampling(ranks: list[dict[str, Any]]) -> None:
+    first, second = (results["out of memory while sampling/ours"] for results in ranks)
+    assert first["budgets"] == second["budgets"]
+    assert first["budgets"]["generate"]["num_halvings"] == 1
+    assert first["step"] == second["step"] == 2
+    assert gaps(first["gradients"], second["gradients"]) == 0.0

@@ -5,6 +5,7 @@ torchrun --nproc_per_node 2 tests/two_process_worker.py SCENARIOS.json OUTPUT_DI
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -15,9 +16,10 @@ from typing import Any
 import conftest  # noqa: F401  the same environment as the tests
 import torch
 from harness import ScriptedRollouts, build, prompt_rows, scripted_reward
+from out_of_memory import out_of_memory
 from trl import GRPOTrainer
 
-from trl_grpo_ext.errors import RewardError
+from trl_grpo_ext.errors import MemoryBudgetError, RewardError
 
 
 def fails_on_rank_1(prompts: list[Any], completion_ids: list[list[int]], **columns: Any) -> list[float]:
@@ -25,6 +27,13 @@ def fails_on_rank_1(prompts: list[Any], completion_ids: list[list[int]], **colum
     if os.environ["RANK"] == "1":
         raise ConnectionError("the judge is down")
     return scripted_reward(prompts, completion_ids, **columns)
+
+
+def memory_runs_out(trainer: Any, injection: dict[str, Any] | None) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which memory runs out on the rank that the scenario names."""
+    if injection is None or int(os.environ["RANK"]) not in injection["ranks"]:
+        return contextlib.nullcontext()
+    return out_of_memory(trainer, injection["phase"], injection["at"], place=injection.get("place", "forward"))
 
 
 def run(scenario: dict[str, Any], directory: Path, checkpoint: str) -> dict[str, Any]:
@@ -38,6 +47,7 @@ def run(scenario: dict[str, Any], directory: Path, checkpoint: str) -> dict[str,
         return forward(*args, **kwargs)
 
     fields = dict(scenario["fields"])
+    injection = fields.pop("out_of_memory", None)
     rows = prompt_rows(fields.pop("num_prompts"), dead=tuple(fields.pop("dead", ())))
     if fields.pop("long_first_half", False):  # the prompts of rank 0 are longer, so that its plan has more passes
         for row in rows[: len(rows) // 2]:
@@ -48,7 +58,7 @@ def run(scenario: dict[str, Any], directory: Path, checkpoint: str) -> dict[str,
         directory,
         model=checkpoint,
         rows=rows,
-        rollouts=ScriptedRollouts(),
+        rollouts=None if fields.pop("samples", False) else ScriptedRollouts(),
         reward=reward,
         shuffle_dataset=False,
         ddp_backend="gloo",
@@ -57,8 +67,9 @@ def run(scenario: dict[str, Any], directory: Path, checkpoint: str) -> dict[str,
     GRPOTrainer._get_per_token_logps_and_entropies = counting
     started, stopped_by = time.monotonic(), None
     try:
-        trainer.train()
-    except RewardError as error:
+        with memory_runs_out(trainer, injection):
+            trainer.train()
+    except (RewardError, MemoryBudgetError) as error:
         stopped_by = str(error)
     finally:
         GRPOTrainer._get_per_token_logps_and_entropies = forward
@@ -66,6 +77,9 @@ def run(scenario: dict[str, Any], directory: Path, checkpoint: str) -> dict[str,
         "gradients": record.gradients,
         "logs": record.logs,
         "num_passes": num_passes,
+        "budgets": {name: budget.state_dict() for name, budget in trainer._budgets().items()}
+        if scenario["ours"]
+        else {},
         "stopped_by": stopped_by,
         "step": trainer.state.global_step,
         "seconds": time.monotonic() - started,

@@ -53,6 +53,9 @@ class GroupRelativeConfig(GRPOConfig):
         old_logps_from_rollout: Whether the log-probabilities seen while sampling stand in for the forward pass that TRL
             runs after each rollout that more than one optimiser step learns from. Needs the engine. In bfloat16 they
             differ from the forward pass by its rounding, so the first ratios are no longer exactly 1.
+        oom_max_halvings: How often, in each of training, sampling and scoring, the token budget is halved and the work
+            done again when memory runs out. 0: never, the error ends the run. See ``docs/out_of_memory.md``.
+        memory_metrics: Whether the peak memory of each phase is logged as ``memory/…``.
         reward_isolation: ``"auto"``: reward functions run in worker processes, those that cannot be sent there in the
             training process with one warning. ``"always"``: refuse what cannot be sent. ``"never"``: all in the
             training process, failures still counted. ``"off"``: TRL's own call, in which one exception ends the run.
@@ -109,6 +112,11 @@ class GroupRelativeConfig(GRPOConfig):
         default=False,
         metadata={"help": "Whether sampling's log-probabilities save TRL's forward pass for the old ones."},
     )
+    oom_max_halvings: int = field(
+        default=4,
+        metadata={"help": "How often a token budget is halved when memory runs out. 0: never."},
+    )
+    memory_metrics: bool = field(default=True, metadata={"help": "Whether to log the peak memory of each phase."})
     reward_isolation: str = field(
         default="auto",
         metadata={"help": "Where reward functions run.", "choices": list(REWARD_ISOLATION)},
@@ -182,6 +190,10 @@ class GroupRelativeConfig(GRPOConfig):
                 raise ConfigurationError(
                     f"{name}={value} is not a number of tokens. Use a positive number, 0 (off) or None (automatic)."
                 )
+        if self.oom_max_halvings < 0:
+            raise ConfigurationError(
+                f"oom_max_halvings={self.oom_max_halvings} is not a number of halvings. Use 0 (never) or more."
+            )
         self._align_eval_batch()
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             # transformers would pick the loss, which in policy optimisation says nothing about quality.
@@ -225,6 +237,8 @@ class EngineSettings(NamedTuple):
     rollout_engine: str
     rollout_seeded: bool
     old_logps_from_rollout: bool
+    oom_max_halvings: int
+    memory_metrics: bool
 
     @classmethod
     def of(cls, args: Any) -> EngineSettings:
@@ -242,6 +256,8 @@ class EngineSettings(NamedTuple):
             setting(args, "rollout_engine"),
             bool(setting(args, "rollout_seeded")),
             bool(setting(args, "old_logps_from_rollout")),
+            int(setting(args, "oom_max_halvings")),
+            bool(setting(args, "memory_metrics")),
         )
 
 

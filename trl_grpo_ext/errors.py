@@ -34,6 +34,10 @@ class NothingTrainedError(GroupRelativeError, RuntimeError):
     """A whole run in which not one trained number changed."""
 
 
+class MemoryBudgetError(GroupRelativeError, RuntimeError):
+    """Memory ran out and no smaller piece of work is left to try."""
+
+
 class SandboxError(GroupRelativeError, RuntimeError):
     """No safe way to run untrusted code on this machine, or the sandbox itself broke."""
 

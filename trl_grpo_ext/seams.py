@@ -163,6 +163,13 @@ SEAMS = (
         ("for subdir_name in adapter_subdirs", "model.set_adapter(active_adapter)"),
         "restores every adapter of a checkpoint; ours restores what the KL term is measured against",
     ),
+    Seam(
+        "_save_checkpoint",
+        ("model", "trial"),
+        ('checkpoint_folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"',),
+        "lowered token budgets are written into the folder it makes",
+    ),
+    Seam("_load_optimizer_and_scheduler", ("checkpoint",), (), "called on resume; token budgets are read back"),
     Seam("_log_completion_extra", ("column", "values"), ("self._pending_extra_logs[column]",), "unusable calls warn"),
     Seam("_log_metric", ("name", "value"), ("self._pending_metrics[name]",), "unusable calls warn"),
 )

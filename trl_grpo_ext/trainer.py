@@ -11,6 +11,7 @@ import torch
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
+from trl_grpo_ext.budget_step import BudgetStepMixin
 from trl_grpo_ext.compat.call import accepts_ppo_calls
 from trl_grpo_ext.config import EngineSettings, GroupRelativeConfig, RewardSettings
 from trl_grpo_ext.errors import DataError
@@ -35,7 +36,13 @@ check_seams()
 
 
 class GroupRelativeTrainer(
-    PolicyStepMixin, SampledLogpsMixin, WindowStepMixin, RolloutStepMixin, RewardStepMixin, GRPOTrainer
+    BudgetStepMixin,
+    PolicyStepMixin,
+    SampledLogpsMixin,
+    WindowStepMixin,
+    RolloutStepMixin,
+    RewardStepMixin,
+    GRPOTrainer,
 ):
     """Train a policy with group-relative advantages: a drop-in for ``trl.GRPOTrainer``.
 
@@ -111,11 +118,10 @@ class GroupRelativeTrainer(
         self.reward_func_names = unique_names(self.reward_func_names)
         self._window = RolloutWindow()
         self._packed_forward_is_on = self.engine_settings.shared_prefix_forward
-        self._max_packed_tokens = self.engine_settings.max_tokens_per_micro_batch or None
         self._engine_is_on = self.engine_settings.rollout_engine == "auto"
         self._rollout_is_seeded = self.engine_settings.rollout_seeded
         self._old_logps_from_rollout = self.engine_settings.old_logps_from_rollout
-        self._max_generation_tokens = self.engine_settings.max_tokens_per_generation_batch or None
+        self._set_up_memory(self.engine_settings)
         self._why_no_window = self._find_why_no_window()
         if self._why_no_window is not None and self.engine_settings.max_tokens_per_micro_batch:
             logger.warning("Using TRL's own micro-batches, and skipping no dead group: %s.", self._why_no_window)
@@ -155,10 +161,13 @@ class GroupRelativeTrainer(
         Raises:
             DataError: if the data ran out before one optimiser step was made.
             NothingTrainedError: if no weight changed, although some group's rewards differed.
+            MemoryBudgetError: if memory ran out and no smaller piece of work was left to try.
         """
         self._window.clear()
+        self._watch.abandon()
         self._start_reward_workers()
-        result = super().train(*args, **kwargs)
+        with self._explaining_out_of_memory():
+            result = super().train(*args, **kwargs)
         if self.state.global_step == 0 and self.state.max_steps > 0:
             raise DataError(
                 f"Training ended without one optimiser step: the data ran out before {self.args.generation_batch_size} "
@@ -178,7 +187,8 @@ class GroupRelativeTrainer(
         """Collect TRL's micro-batches of one optimiser step; with the last one, run them all."""
         with self._saved_for_backward():
             if self._why_no_window is not None:
-                return super().training_step(model, inputs, num_items_in_batch)
+                with self._watch.watching("train"):
+                    return super().training_step(model, inputs, num_items_in_batch)
             return self._window_step(model, inputs)
 
     def _window_step(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
@@ -189,7 +199,8 @@ class GroupRelativeTrainer(
         self._window.add(self._prepare_inputs(inputs), self.current_gradient_accumulation_steps)
         loss = torch.zeros((), device=self.args.device)
         if self.accelerator.sync_gradients:
-            loss = self._run_window(model, self._window, self.engine_settings.max_tokens_per_micro_batch)
+            with self._watch.watching("train"):
+                loss = self._run_window(model, self._window, self._train_budget)
             self._window.clear()
         self._step += 1
         self._current_train_step_time += time.perf_counter() - started
@@ -208,6 +219,7 @@ class GroupRelativeTrainer(
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
+        self._agree_on_budgets()
         if self.model.training and self._why_no_window is None:
             self._mark_groups(output)
         return output

@@ -16,6 +16,7 @@ from torch import nn
 
 from trl_grpo_ext.learner.attention import find_attention_modules
 from trl_grpo_ext.learner.scoring import score_completions, unwrap
+from trl_grpo_ext.memory.oom import is_out_of_memory
 
 # GPT-2 takes its positions from the caller and, left alone, counts columns: so do packed rows.
 _ABSOLUTE_POSITIONS_PROVEN = {"gpt2"}
@@ -217,6 +218,8 @@ def find_disagreement(
         noise = (padded - one_by_one).abs()[kept].mean()
         difference = (padded - packed).abs()[kept].mean()
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        if is_out_of_memory(error):  # says nothing about the model
+            raise
         noise, effect = torch.zeros(2, device=device)
         difference = torch.full((), float("inf"), device=device)
         message = f"the packed forward failed on a few test tokens ({type(error).__name__}: {error})"

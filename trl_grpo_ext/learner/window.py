@@ -57,10 +57,11 @@ class RolloutWindow:
         """Append a micro-batch; until its rows are forwarded they stand on the log-probs they were sampled with."""
         self.batches.append(batch)
         self.accumulation_steps.append(accumulation_steps)
-        shape = batch["completion_ids"].shape
-        filler = batch.get("old_per_token_logps", batch.get("ref_per_token_logps"))
-        logps = filler.clone() if filler is not None else torch.zeros(shape, device=batch["completion_ids"].device)
-        self._known.append(Scores(logps, torch.zeros_like(logps)))
+        self._known.append(_stand_in(batch))
+
+    def forget_scores(self) -> None:
+        """Forget what forward passes gave, as if none had been made."""
+        self._known = [_stand_in(batch) for batch in self.batches]
 
     def clear(self) -> None:
         """Forget everything; called once the gradients are in place."""
@@ -141,6 +142,14 @@ class RolloutWindow:
             joined["completion_mask"][[row.batch * size + row.position for row in skipped]] = 0
         scores = Scores(*(torch.cat([_fit(t, width) for t in kind]) for kind in zip(*self._known, strict=True)))
         return joined, scores
+
+
+def _stand_in(batch: Batch) -> Scores:
+    """Return scores (B, T) for rows that no forward pass of the window has reached yet."""
+    filler = batch.get("old_per_token_logps", batch.get("ref_per_token_logps"))
+    completion_ids = batch["completion_ids"]
+    logps = filler.clone() if filler is not None else torch.zeros(completion_ids.shape, device=completion_ids.device)
+    return Scores(logps, torch.zeros_like(logps))
 
 
 def _fit(tensor: torch.Tensor, width: int, *, left: bool = False, fill: float = 0) -> torch.Tensor:

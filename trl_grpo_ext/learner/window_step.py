@@ -15,6 +15,14 @@ from transformers.training_args import OptimizerNames
 from trl_grpo_ext.learner.micro_batches import Row, plan_micro_batches
 from trl_grpo_ext.learner.packed_step import PackedScoringMixin
 from trl_grpo_ext.learner.window import RolloutWindow, Scores
+from trl_grpo_ext.learner.window_retry import (
+    FailedPass,
+    Pass,
+    WindowStart,
+    agree_on_budget,
+    sync_buffers_in_next_forward,
+)
+from trl_grpo_ext.memory.oom import TokenBudget, first_line, is_out_of_memory
 
 
 class LocalAccelerator:
@@ -55,37 +63,87 @@ class WindowStepMixin(PackedScoringMixin):
             return self._given_scores.logps, self._given_scores.entropies, None
         return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
 
-    def _run_window(self, model: torch.nn.Module, window: RolloutWindow, max_tokens: int) -> torch.Tensor:
+    def _run_window(self, model: torch.nn.Module, window: RolloutWindow, budget: TokenBudget) -> torch.Tensor:
         """Accumulate the gradient of every row of ``window`` and return the loss TRL would report for it.
+
+        When memory runs out, every process takes the whole window back and does it again with a lower budget.
 
         Args:
             model: The wrapped policy.
             window: All micro-batches of the optimiser step on this process.
-            max_tokens: Budget of one forward pass, in tokens.
+            budget: Tokens of one forward pass.
 
         Returns:
             Scalar without gradient: the sum of TRL's micro-batch losses.
+
+        Raises:
+            MemoryBudgetError: if memory runs out and no smaller pass is left to try.
         """
         alive, dead = window.rows()
-        longest = max(batch["prompt_ids"].size(1) + batch["completion_ids"].size(1) for batch in window.batches)
-        plan = plan_micro_batches(alive, max_tokens, shared_prompts=self._shares_prompts(model, longest))
-        # Every process runs the same number of passes: sharded models gather parameters in each of them. At least one,
-        # so that gradients exist (and are zero) where every group is dead, as they do in TRL.
-        num_passes = max(self._max_over_processes(len(plan)), 1)
         shortest = min(alive + dead, key=lambda row: row.prompt_tokens + row.completion_tokens)
-        for number in range(num_passes):
-            is_last = number == num_passes - 1
-            self.accelerator.gradient_state._set_sync_gradients(is_last)
-            with self._sync_context(model, is_last), self.compute_loss_context_manager():
-                if number < len(plan):
-                    loss = self._micro_batch_loss(model, window, plan[number])
-                else:
-                    loss = self._forward(model, window, [shortest]).logps.sum() * 0.0
-                self._backward(loss)
+        longest = max(batch["prompt_ids"].size(1) + batch["completion_ids"].size(1) for batch in window.batches)
+        shared_prompts = self._shares_prompts(model, longest)
+        start = WindowStart(model) if budget.can_recover else None
+        syncs_apart = start is not None and self.accelerator.num_processes > 1
+        while True:
+            assert budget.max_tokens is not None, "there is no window without a budget"
+            plan = plan_micro_batches(alive, budget.max_tokens, shared_prompts=shared_prompts)
+            # Every process runs the same number of passes: sharded models gather parameters in each of them. At least
+            # one, so that gradients exist (and are zero) where every group is dead, as they do in TRL.
+            num_passes = self._max_over_processes(len(plan))
+            passes = [Pass(rows, True) for rows in plan] + [Pass([shortest], False)] * (num_passes - len(plan))
+            if not passes and not syncs_apart:
+                passes = [Pass([shortest], False)]
+            failed = self._make_passes(model, window, passes, syncs=not syncs_apart, recovers=start is not None)
+            if start is None:
+                break
+            tokens = agree_on_budget(failed, passes, budget, self.accelerator, shared_prompts=shared_prompts)
+            if tokens is None:
+                break
+            start.return_to(window)
+            budget.lower(tokens, "on another process" if failed is None else failed.cause)
+        if syncs_apart:
+            self._sync_gradients(model, window, shortest)
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self._reported_loss(model, window)
-            self._report(model, window, alive, dead, num_passes)
+            self._report(model, window, alive, dead, max(num_passes, 1))
         return loss
+
+    def _make_passes(
+        self, model: torch.nn.Module, window: RolloutWindow, passes: Sequence[Pass], *, syncs: bool, recovers: bool
+    ) -> FailedPass | None:
+        """Run forward and backward of every pass; return the one that ran out of memory, or None.
+
+        Args:
+            model: The wrapped policy.
+            window: Holds the rows.
+            passes: What to forward.
+            syncs: True lets gradients travel between processes in the last pass, False in none.
+            recovers: False raises when memory runs out.
+        """
+        if not syncs:
+            sync_buffers_in_next_forward(model, False)
+        for number, (rows, counts) in enumerate(passes):
+            is_last = syncs and number == len(passes) - 1
+            self.accelerator.gradient_state._set_sync_gradients(is_last)
+            try:
+                with self._sync_context(model, is_last), self.compute_loss_context_manager():
+                    if counts:
+                        loss = self._micro_batch_loss(model, window, rows)
+                    else:
+                        loss = self._forward(model, window, rows).logps.sum() * 0.0
+                    self._backward(loss)
+            except Exception as error:
+                if not recovers or not is_out_of_memory(error):
+                    raise
+                return FailedPass(rows, first_line(error))
+        return None
+
+    def _sync_gradients(self, model: torch.nn.Module, window: RolloutWindow, row: Row) -> None:
+        """Let gradients travel between processes, in a pass of two tokens of ``row`` whose loss is zero."""
+        sync_buffers_in_next_forward(model, True)
+        two_tokens = Pass([row._replace(prompt_tokens=1, completion_tokens=1)], counts=False)
+        self._make_passes(model, window, [two_tokens], syncs=True, recovers=False)
 
     def _micro_batch_loss(self, model: torch.nn.Module, window: RolloutWindow, rows: Sequence[Row]) -> torch.Tensor:
         """Return a scalar whose gradient is that of the window's loss with respect to the scores of ``rows``."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,10 @@ from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
 from trl_grpo_ext.learner.micro_batches import plan_generation_batches
+from trl_grpo_ext.memory.oom import TokenBudget, Work, recover
 from trl_grpo_ext.rollout.attention import UnsupportedModelError
 from trl_grpo_ext.rollout.engine import RolloutBatch, RolloutProgress, SamplingParams
+from trl_grpo_ext.rollout.scheduler import slots_needed
 from trl_grpo_ext.rollout.support import merged_generation_settings
 from trl_grpo_ext.rollout.transformers_engine import TransformersRolloutEngine
 
@@ -31,7 +35,7 @@ class RolloutStepMixin(GRPOTrainer):
     model: Any
     _engine_is_on = False
     _rollout_is_seeded = False
-    _max_generation_tokens: int | None = None
+    _generation_budget = TokenBudget("generate", "max_tokens_per_generation_batch", None, max_halvings=0)
     _engine: TransformersRolloutEngine | None = None
     _num_rollouts = 0
     _sampled_logps: list[list[float]] | None = None
@@ -48,20 +52,45 @@ class RolloutStepMixin(GRPOTrainer):
             return super()._generate_single_turn(
                 prompt_ids, images, multimodal_fields, num_generations, has_tool_images
             )
-        batch = self._sample_with_engine(prompt_ids) if self._engine_is_on else None
-        if batch is not None:
-            return batch.completion_ids, None
-        longest, budget = self.max_completion_length, self._max_generation_tokens
-        if budget is None or longest is None:
-            return super()._generate_single_turn(prompt_ids, None, {}, num_generations)
-        completion_ids: list[list[int]] = []
-        lengths = [len(ids) for ids in prompt_ids]
-        for rows in plan_generation_batches(lengths, longest, num_generations, budget):
-            ids, _ = super()._generate_single_turn(prompt_ids[rows], None, {}, num_generations)
-            completion_ids.extend(ids)
-        return completion_ids, None
+        row_seeds = self._row_seeds(len(prompt_ids)) if self._engine_is_on else None
+        longest = self.max_completion_length or 0
 
-    def _sample_with_engine(self, prompt_ids: list[list[int]]) -> RolloutBatch | None:
+        def sample(max_tokens: int | None) -> Completions:
+            if self._engine_is_on:
+                batch = self._sample_with_engine(prompt_ids, row_seeds, max_tokens)
+                if batch is not None:
+                    return batch.completion_ids, None
+            if max_tokens is None or not longest:
+                return super(RolloutStepMixin, self)._generate_single_turn(prompt_ids, None, {}, num_generations)
+            completion_ids: list[list[int]] = []
+            lengths = [len(ids) for ids in prompt_ids]
+            for rows in plan_generation_batches(lengths, longest, num_generations, max_tokens):
+                ids, _ = super(RolloutStepMixin, self)._generate_single_turn(
+                    prompt_ids[rows], None, {}, num_generations
+                )
+                completion_ids.extend(ids)
+            return completion_ids, None
+
+        def sample_from(max_tokens: int | None) -> Completions:
+            with self._checkpointing_kept():
+                return sample(max_tokens)
+
+        return recover(self._generation_budget, sample_from, lambda: Work(*slots_needed(prompt_ids, longest)))
+
+    @contextlib.contextmanager
+    def _checkpointing_kept(self) -> Iterator[None]:
+        """Switch gradient checkpointing on again when an error ends sampling: TRL, which switches it off, does not."""
+        model = self.accelerator.unwrap_model(self.model_wrapped)
+        was_on = bool(getattr(model, "is_gradient_checkpointing", False))
+        try:
+            yield
+        finally:
+            if was_on and not model.is_gradient_checkpointing:
+                model.gradient_checkpointing_enable(self.args.gradient_checkpointing_kwargs)
+
+    def _sample_with_engine(
+        self, prompt_ids: list[list[int]], row_seeds: list[int] | None, max_tokens: int | None
+    ) -> RolloutBatch | None:
         """Return completions from the engine, or None (and say why, once) where it would not be exact."""
         if self._engine is None:
             self._engine = TransformersRolloutEngine(self._tokenizer)
@@ -77,7 +106,7 @@ class RolloutStepMixin(GRPOTrainer):
             self._dist.summon_full_params(self.model_wrapped, recurse=False),
         ):
             settings = merged_generation_settings(model, self.generation_config)
-            params = SamplingParams.from_generation_settings(settings, self._row_seeds(len(prompt_ids)))
+            params = SamplingParams.from_generation_settings(settings, row_seeds)
             reason = self._engine.why_unsupported(model, params, settings)
             if reason is not None:
                 self._say_why_generate(reason)
@@ -87,7 +116,7 @@ class RolloutStepMixin(GRPOTrainer):
                     model,
                     prompt_ids,
                     params,
-                    max_tokens=self._max_generation_tokens,
+                    max_tokens=max_tokens,
                     return_logprobs=self._wants_sampled_logps(model, params),
                     progress=_log_progress,
                 )

@@ -5,7 +5,8 @@ Pure Python, no tensors. A row is charged for the most it can ever hold, so that
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 ROUND_TO = 16
@@ -24,6 +25,14 @@ def prompt_width(num_tokens: int) -> int:
     width depends on the prompt alone: how a row is summed does not depend on the other prompts.
     """
     return round_up(num_tokens, max(ROUND_TO, 1 << max(0, num_tokens.bit_length() - 3)))
+
+
+def slots_needed(prompt_ids: Sequence[Sequence[int]], max_new_tokens: int) -> tuple[int, int]:
+    """Return the token slots that all rows at once can reach, and those of the longest row alone."""
+    groups = Counter(tuple(ids) for ids in prompt_ids)
+    row_cost = round_up(max_new_tokens)
+    together = sum(prompt_width(len(ids)) + num_rows * row_cost for ids, num_rows in groups.items())
+    return together, max((prompt_width(len(ids)) + row_cost for ids in groups), default=0)
 
 
 @dataclass
