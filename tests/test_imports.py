@@ -30,6 +30,11 @@ LAYERS = {
     "learner.packing": 1,
     "learner.micro_batches": 1,
     "learner": 2,
+    # what plans memory runs the learner, on tensors without data
+    "memory.forwards": 3,
+    "memory.simulate": 3,
+    "memory.search": 3,
+    "memory.plan": 3,
     "rollout": 2,
     "seams": 2,
     "config": 3,

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from trl_grpo_ext.learner.device import takes_cpu_path
 from trl_grpo_ext.learner.packing import Segment
 
 IMPLEMENTATION = "trl_grpo_ext_shared_prefix"
@@ -236,7 +237,7 @@ def shared_prefix_attention(
     out_dtype = torch.get_autocast_dtype(device_type) if is_autocast and query.dtype != torch.float64 else query.dtype
     # On the CPU, attention in half precision is slower than in float32 (its backward, 1.5 times) and noisier. With a
     # soft-cap, it stays what transformers' own eager attention computes, rounding included.
-    is_half_on_cpu = device_type == "cpu" and out_dtype in (torch.bfloat16, torch.float16) and softcap is None
+    is_half_on_cpu = takes_cpu_path(query.device) and out_dtype in (torch.bfloat16, torch.float16) and softcap is None
     dtype = torch.float32 if is_half_on_cpu else out_dtype
     sizes = packed_layout.slot_sizes()
     queries, keys, values = (
@@ -281,7 +282,7 @@ def _attend(
     """Return (rows, H, L, D_v); causal where ``mask`` is None."""
     num_repeats = query.size(1) // key.size(1)
     # With a mask, CUDA has a fast kernel only for equal numbers of heads.
-    groups_natively = query.device.type == "cpu" or (mask is None and key.size(-1) == value.size(-1) <= 256)
+    groups_natively = takes_cpu_path(query.device) or (mask is None and key.size(-1) == value.size(-1) <= 256)
     if num_repeats > 1 and (softcap is not None or not groups_natively):
         key, value = (x.repeat_interleave(num_repeats, 1) for x in (key, value))
     if softcap is None:

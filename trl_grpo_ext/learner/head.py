@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from trl_grpo_ext.learner.device import takes_cpu_path
+
 # Bytes of the float32 tile that one step of the loops holds. Above 32 MiB, glibc returns every freed block to the
 # system, and touching fresh pages costs the CPU more than the softmax does (measured: 2.5 times, at 48 MiB).
 _TILE_BYTES_CPU = 24 * 2**20
@@ -221,7 +223,7 @@ def _grad_of_z(
 
 def _tiles(length: int, width: int, device: torch.device) -> Iterator[slice]:
     """Yield slices over ``length`` whose tiles of ``width`` float32 columns fit the device's tile."""
-    tile_bytes = _TILE_BYTES_CPU if device.type == "cpu" else _TILE_BYTES_ACCELERATOR
+    tile_bytes = _TILE_BYTES_CPU if takes_cpu_path(device) else _TILE_BYTES_ACCELERATOR
     step = max(1, tile_bytes // (4 * max(width, 1)))
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))

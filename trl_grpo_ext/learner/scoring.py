@@ -257,6 +257,8 @@ def _forward_packed(
 
 def _gather_sharded_head(*parameters: Any) -> AbstractContextManager:
     """Gather a head that DeepSpeed ZeRO-3 sharded, as TRL's fused head does."""
+    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
+        return nullcontext()  # also spares the memory planner the import of TRL
     from trl.trainer.utils import maybe_gather_lm_head_ctx
 
     return maybe_gather_lm_head_ctx(*parameters)
