@@ -290,3 +290,25 @@ def test_an_attention_the_engine_does_not_know_falls_back_with_one_line(
         trainer.train()
     assert trainer.state.global_step == 2
     assert sum("a keyword it does not compute" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_training_on_packed_rows_leaves_the_fast_decoder_its_model(
+    checkpointing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one room leaves on the model (hooks, a patched forward) must not make the other room step aside."""
+    decoders = []
+    generate = TransformersRolloutEngine.generate
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = generate(self, *args, **kwargs)
+        decoders.append(batch.stats.decoder)
+        return batch
+
+    monkeypatch.setattr(TransformersRolloutEngine, "generate", watched)
+    trainer = make(
+        tmp_path, rollout_engine="auto", max_completion_length=20, max_steps=3, gradient_checkpointing=checkpointing
+    )
+    trainer.train()
+    assert trainer._packed_forward_is_on, "packed rows were trained on"
+    assert decoders == ["packed"] * 3

@@ -39,8 +39,12 @@ class LinearParts(NamedTuple):
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether calling ``module`` is just its class's forward: no hooks, no replaced method."""
-    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+    """Whether calling ``module`` is just its class's forward: no replaced method, and no hooks but the learner's.
+
+    The learner leaves hooks on attention modules that act on its own packed batches only, and says so on the hooks.
+    """
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return "forward" not in module.__dict__ and all(getattr(hook, "is_idle_without_layout", False) for hook in hooks)
 
 
 def take_apart(module: nn.Module, autocast_dtype: torch.dtype | None) -> LinearParts | None:
