@@ -173,3 +173,26 @@ def test_paths_are_relative_to_the_recipe(tmp_path: Path) -> None:
     assert recipe.rewards == ["exact"]
     with pytest.raises(ConfigurationError, match=r"there is no file .*Did you mean 'd.csv'"):
         load_recipe(tmp_path / "r.yaml", ["data.file=dd.csv"])
+
+
+def test_memory_stands_beside_the_trainer_or_in_it(tmp_path: Path) -> None:
+    assert parse_recipe({**RAW, "memory": "qlora"}, tmp_path / "r.yaml").trainer["memory"] == "qlora"
+    inside = parse_recipe({**RAW, "trainer": {"memory": {"base": "nf4"}}}, tmp_path / "r.yaml")
+    assert inside.trainer["memory"] == {"base": "nf4"}
+    refused: list[tuple[dict, str]] = [
+        ({"memory": "qlara"}, "memory='qlara' is none of auto, full"),
+        ({"memory": {"bass": "nf4"}}, "'bass' is no field of MemoryMode"),
+        ({"memory": 4}, "memory is 4; it must be a mode's name"),
+        ({"memory": "lora", "trainer": {"memory": "full"}}, "memory is 'lora' and trainer.memory 'full'"),
+        ({"memory": "full", "peft": {"r": 4}}, "memory: full trains every weight, but the recipe has a peft section"),
+    ]
+    for raw, message in refused:
+        with pytest.raises(ConfigurationError, match=message):
+            parse_recipe({**RAW, **raw}, tmp_path / "r.yaml")
+
+
+def test_an_adapter_is_looked_up_beside_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "sft").mkdir()
+    recipe = parse_recipe({**RAW, "trainer": {"adapter": "sft"}}, tmp_path / "r.yaml")
+    assert recipe.trainer["adapter"] == str(tmp_path / "sft")
+    assert parse_recipe({**RAW, "trainer": {"adapter": "org/sft"}}, tmp_path / "r.yaml").trainer["adapter"] == "org/sft"

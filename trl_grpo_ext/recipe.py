@@ -1,8 +1,8 @@
 """What a recipe says, checked before anything heavy is imported.
 
-A recipe is a YAML mapping with ``model``, ``data``, ``rewards``, ``trainer``, ``peft`` and ``eval``. Every key at every
-level is known here or read from the class it feeds; an unknown one is refused with the nearest right name. Nothing in
-this file imports torch, TRL, transformers or PEFT.
+A recipe is a YAML mapping with ``model``, ``data``, ``rewards``, ``trainer``, ``memory``, ``peft`` and ``eval``. Every
+key at every level is known here or read from the class it feeds; an unknown one is refused with the nearest right name.
+Nothing in this file imports torch, TRL, transformers or PEFT.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from trl_grpo_ext.data import gym
 from trl_grpo_ext.data.sources import SUFFIXES
 from trl_grpo_ext.data.spec import DataSpec
 from trl_grpo_ext.errors import ConfigurationError, nearest
+from trl_grpo_ext.memory.mode import AUTO, named_mode
 from trl_grpo_ext.recipe_yaml import apply_overrides, read_yaml
 from trl_grpo_ext.source_fields import UNKNOWN, Field, fits, lora_fields, trainer_fields
 
@@ -78,7 +79,7 @@ class Recipe:
         model: the starting weights.
         data: where prompts come from and how they are split.
         rewards: entries for ``build_rewards``.
-        trainer: keywords for ``GroupRelativeConfig``.
+        trainer: keywords for ``GroupRelativeConfig``, the recipe's ``memory`` among them.
         peft: keywords for ``LoraConfig``; None trains every weight.
         eval: how the held-out split is scored.
         raw: the mapping after ``--set``, as written; stored beside the results.
@@ -153,13 +154,15 @@ def parse_recipe(raw: Mapping[str, Any], path: Path) -> Recipe:
     Raises:
         ConfigurationError: one line for the first mistake found.
     """
-    sections = ("model", "data", "rewards", "trainer", "peft", "eval")
+    sections = ("model", "data", "rewards", "trainer", "memory", "peft", "eval")
     check_keys(raw, sections, "the recipe")
     for needed in ("model", "data", "rewards"):
         if raw.get(needed) is None:
             raise ConfigurationError(f"the recipe has no {needed!r}; it needs model, data and rewards")
     trainer = _mapping(raw.get("trainer"), "trainer")
     _check_fields(trainer, trainer_fields(), "trainer", also_bool=_ALSO_BOOL)
+    _settle_memory(trainer, raw.get("memory"), has_peft=_peft(raw.get("peft")) is not None)
+    _find_adapter(trainer, path.resolve().parent)
     recipe = Recipe(
         path=path,
         model=_model(raw["model"]),
@@ -336,6 +339,35 @@ def _peft(value: Any) -> dict[str, Any] | None:
     _check_fields(values, lora_fields(), "peft")
     # Dropout would give the shared prompt of a group one mask (see docs/recipes.md), so it is off unless asked for.
     return {"task_type": "CAUSAL_LM", "target_modules": "all-linear", "lora_dropout": 0.0, **values}
+
+
+def _settle_memory(trainer: dict[str, Any], memory: Any, *, has_peft: bool) -> None:
+    """Put ``memory`` of the recipe's top level among the trainer's settings, and refuse a mode that cannot be.
+
+    Raises:
+        ConfigurationError: for two different modes, an unknown one, or full tuning beside an adapter.
+    """
+    inner = trainer.get("memory")
+    if memory is not None:
+        if inner is not None and inner != memory:
+            raise ConfigurationError(f"memory is {memory!r} and trainer.memory {inner!r}; keep one of them")
+        trainer["memory"] = inner = memory
+    if inner is None or inner == AUTO:
+        return
+    if not isinstance(inner, str | dict):
+        raise ConfigurationError(f"memory is {inner!r}; it must be a mode's name or a mapping of its fields")
+    if named_mode(inner).tuning == "full" and has_peft:
+        raise ConfigurationError(
+            f"memory: {inner} trains every weight, but the recipe has a peft section, which trains an adapter; remove "
+            "one, or set memory: lora"
+        )
+
+
+def _find_adapter(trainer: dict[str, Any], base_dir: Path) -> None:
+    """Make an adapter's directory beside the recipe file absolute."""
+    adapter = trainer.get("adapter")
+    if adapter is not None and (base_dir / Path(adapter).expanduser()).is_dir():
+        trainer["adapter"] = str(base_dir / Path(adapter).expanduser())
 
 
 def _eval(value: Any) -> EvalSpec:

@@ -152,12 +152,6 @@ SEAMS = (
         "the loss of each row depends on other rows through masks and counts only",
     ),
     Seam(
-        "_save_checkpoint",
-        ("model", "trial"),
-        ("super()._save_checkpoint(model, trial)",),
-        "writes a checkpoint's folder; ours adds what the KL term is measured against",
-    ),
-    Seam(
         "_load_from_checkpoint",
         ("resume_from_checkpoint", "model"),
         ("for subdir_name in adapter_subdirs", "model.set_adapter(active_adapter)"),

@@ -95,6 +95,7 @@ class GroupRelativeTrainer(
             peft_config=peft_config,
             memory=memory,
             adapter=adapter,
+            reward_funcs=reward_funcs,
         )
         with own_reference(policy, args):
             super().__init__(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from runs import adapter_state, checkpoint, fresh_lora, make, save_adapter, tiny
 from transformers import AutoModelForCausalLM
 
 from trl_grpo_ext.errors import ConfigurationError
+from trl_grpo_ext.memory.record import PolicyRecord, load_record
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +113,7 @@ def test_resuming_keeps_the_anchor(kl_reference: str | None, base: str, adapter:
     whole = make(tmp_path / "whole", base, adapter=adapter, kl_reference=kl_reference, **fields)
     whole.train()
     saved = tmp_path / "whole" / "checkpoint-2"
-    recorded = json.loads((saved / "kl_reference.json").read_text())
-    assert recorded == {"kl_reference": kl_reference or "start"}
+    assert load_record(saved) == PolicyRecord(kl_reference or "start")
     # The second half starts from the checkpoint's adapter and does not name the anchor: it must be the first run's.
     rollouts = ScriptedRollouts()
     rollouts.num_rows = 16  # where the first run stood

@@ -48,6 +48,8 @@ def save_model(trainer: Any, folder: Path) -> None:
     trainer.accelerator.wait_for_everyone()
     if main:
         for path in sorted(temporary.iterdir()):
+            if path.is_dir():  # the copy of the starting adapter; a folder does not replace one that is not empty
+                shutil.rmtree(folder / path.name, ignore_errors=True)
             os.replace(path, folder / path.name)
         temporary.rmdir()
 

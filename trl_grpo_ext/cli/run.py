@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, set_seed
+from transformers import AutoTokenizer, PrinterCallback, set_seed
 
 from trl_grpo_ext.cli import STARTED
 from trl_grpo_ext.cli.control import ShuffledRewardsTrainer
@@ -25,11 +25,13 @@ from trl_grpo_ext.cli.rundir import RunDirectory
 from trl_grpo_ext.config import GroupRelativeConfig
 from trl_grpo_ext.data.splits import to_dataset
 from trl_grpo_ext.errors import ConfigurationError, GroupRelativeError
+from trl_grpo_ext.memory.adapter import find_adapter, is_peft_model
 from trl_grpo_ext.models import check_tokenizer, resolve_model
 from trl_grpo_ext.monitor.callbacks import CheckpointMarker, MetricsWriter, ProgressCallback
 from trl_grpo_ext.monitor.evaluate import EvalResult, evaluate
 from trl_grpo_ext.monitor.metrics_log import MetricsLog
 from trl_grpo_ext.monitor.progress import ProgressDisplay
+from trl_grpo_ext.policy.load import load_base
 from trl_grpo_ext.recipe import Recipe
 from trl_grpo_ext.rewards.registry import unique_names
 from trl_grpo_ext.trainer import GroupRelativeTrainer
@@ -102,7 +104,7 @@ def run_training(
             for label, name in zip(("strict", "lenient"), MONITORS, strict=True)
             if (key := _metric_key(trainer, name)) is not None
         }
-        write_results(directory, prepared, summary, before, after, accuracy_keys, adapter=recipe.peft is not None)
+        write_results(directory, prepared, summary, before, after, accuracy_keys, adapter=is_peft_model(trainer.model))
         if before is not None and after is not None:
             say(f"held-out strict {before.strict} → {after.strict}, lenient {before.lenient} → {after.lenient}")
         say(f"done in {summary['wall_seconds']:.0f} s: {directory.path}")
@@ -167,12 +169,15 @@ def load_policy(recipe: Recipe, checkpoint: Path | None, *, announce: Any = lamb
     kwargs = _model_init_kwargs(recipe)
     if whole:
         kwargs.pop("revision", None)
-    model: Any = AutoModelForCausalLM.from_pretrained(base, **kwargs)
-    if checkpoint is not None and not whole:
+    # Without a checkpoint, what training starts from.
+    adapter = None if whole else checkpoint or recipe.trainer.get("adapter")
+    fp16 = bool(recipe.trainer.get("fp16"))
+    model: Any = load_base(base, kwargs, recipe.trainer.get("memory"), fp16=fp16)
+    if adapter is not None:
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, str(checkpoint))
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+        model = PeftModel.from_pretrained(model, str(find_adapter(str(adapter)) or adapter))
+    return model.eval()
 
 
 def trainer_config(recipe: Recipe, output_dir: Path) -> GroupRelativeConfig:

@@ -56,6 +56,7 @@ def prepare_policy(
     peft_config: Any,
     memory: Any = None,
     adapter: str | None = None,
+    reward_funcs: Any = None,
 ) -> Policy:
     """Return the policy's arguments after memory mode and adapter were applied.
 
@@ -66,6 +67,7 @@ def prepare_policy(
         peft_config: As given to the trainer.
         memory: The trainer's keyword, which must agree with the configuration's field.
         adapter: The trainer's keyword, likewise.
+        reward_funcs: As given to the trainer; TRL loads one that is a name with ``model_init_kwargs`` too.
 
     Raises:
         ConfigurationError: for arguments that contradict each other; both are named.
@@ -82,6 +84,9 @@ def prepare_policy(
         policy = _apply_mode(policy, args, memory, adapter)
     if adapter is not None:
         policy = _with_adapter(policy, args, adapter)
+        functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+        if not any(isinstance(function, str) for function in functions):
+            _write_changes(args, {"model_init_kwargs": None})  # they are used up; TRL would warn of ignoring them
     if adapters.is_peft_model(policy.model):
         if args.beta != 0.0 and list(policy.model.active_adapters) != [adapters.REFERENCE]:
             adapters.check_reference_name(policy.model)
@@ -171,7 +176,9 @@ def _expand_segments(*, sleeps: bool) -> None:
 
 def _write_changes(args: Any, changes: dict[str, Any]) -> None:
     """Write a mode's settings into the configuration, which remembers what they were."""
-    args._before_mode = {name: getattr(args, name) for name in changes}
+    before = args.__dict__.setdefault("_before_mode", {})
+    for name in changes:
+        before.setdefault(name, getattr(args, name))
     for name, value in changes.items():
         setattr(args, name, value)
         if name == "gradient_checkpointing" and hasattr(args, "activation_checkpointing"):

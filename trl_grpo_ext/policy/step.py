@@ -6,15 +6,14 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from trl_grpo_ext.config import setting
 from trl_grpo_ext.memory import adapter as adapters
-from trl_grpo_ext.memory.kl_reference import check_kl_reference, load_kl_reference, save_kl_reference
 from trl_grpo_ext.memory.mode import MemoryMode
 from trl_grpo_ext.memory.offload import HostOffload
 from trl_grpo_ext.memory.quantised import is_quantised, keep_differentiable
+from trl_grpo_ext.memory.record import PolicyRecord, check_kl_reference, load_record, save_record
 from trl_grpo_ext.memory.update_guard import UpdateGuard
 from trl_grpo_ext.policy.setup import Policy, settle_kl_reference
 
@@ -71,16 +70,21 @@ class PolicyStepMixin(GRPOTrainer):
         """Return the context that decides where activations wait for the backward pass."""
         return contextlib.nullcontext() if self._offload is None else self._offload
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        if self._kl_reference is not None and self.args.should_save:
-            folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            save_kl_reference(folder, self._kl_reference)
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save as ``transformers.Trainer.save_model`` does, with a note of what PEFT's files do not say."""
+        super().save_model(output_dir, _internal_call)
+        if self.args.should_save:
+            base = self.accelerator.unwrap_model(self.model)
+            record = PolicyRecord(self._kl_reference)
+            if is_quantised(base):
+                dtype = str(base.get_input_embeddings().weight.dtype).removeprefix("torch.")
+                record = record._replace(quantization=base.config.quantization_config.to_dict(), dtype=dtype)
+            save_record(Path(output_dir or self.args.output_dir), record)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights, the copy of the starting adapter included, and measure the KL term against it as before."""
         folder = Path(resume_from_checkpoint)
-        recorded = load_kl_reference(folder) if self._kl_reference is not None else None
+        recorded = load_record(folder).kl_reference if self._kl_reference is not None else None
         if recorded is not None:
             check_kl_reference(recorded, setting(self.args, "kl_reference"), folder)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
