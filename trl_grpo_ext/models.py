@@ -186,6 +186,34 @@ def _convert(weights: Path, target: Path) -> None:
     tokenizer.save_pretrained(str(target))
 
 
+def load_tokenizer(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False, chat: bool = True
+) -> Any:
+    """Return the tokenizer of a model, padding on the left and fit for generation.
+
+    Args:
+        name: as for ``resolve_model``, or a directory with a tokenizer alone.
+        revision: branch, tag or commit.
+        trust_remote_code: True runs code that comes with the model.
+        chat: True also asks for a chat template.
+
+    Raises:
+        ConfigurationError: see ``check_tokenizer``.
+    """
+    from transformers import AutoTokenizer
+
+    # The directory of an adapter holds a tokenizer and no model.
+    has_tokenizer = (Path(name).expanduser() / "tokenizer_config.json").is_file()
+    tokenizer = AutoTokenizer.from_pretrained(
+        name if has_tokenizer else resolve_model(name),
+        padding_side="left",
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
+    check_tokenizer(tokenizer, name, chat=chat)
+    return tokenizer
+
+
 def check_tokenizer(tokenizer: Any, name: str, *, chat: bool) -> None:
     """Make a tokenizer fit for generation, or say why it cannot be: end token, pad token, chat template.
 

@@ -21,7 +21,7 @@ from trl_grpo_ext.monitor.user_logs import UserLogs
 from trl_grpo_ext.objective.dead_groups import find_dead_groups
 from trl_grpo_ext.policy.setup import own_reference, prepare_policy
 from trl_grpo_ext.policy.step import PolicyStepMixin
-from trl_grpo_ext.preflight import check_one_step_of_data, check_reward_columns
+from trl_grpo_ext.preflight.data import check_one_step_of_data, check_reward_columns
 from trl_grpo_ext.reward_step import RewardStepMixin
 from trl_grpo_ext.rewards.registry import unique_names
 from trl_grpo_ext.rng import preserved_rng

@@ -88,17 +88,29 @@ def check(
     gold: Annotated[str | None, typer.Option(help="Column with right answers, where the rewards do not say.")] = None,
     strict: Annotated[bool, typer.Option(help="Fail on warnings as well.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    gpu: Annotated[
+        float | None, typer.Option(help="Memory of a card in GiB to plan for; the one that is there by default.")
+    ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Also load the weights and sample: are completions cut off?")
+    ] = False,
 ) -> None:
     """Check prompts, gold answers and rewards before training. Exit code 1 if training should not start."""
+    from trl_grpo_ext.cli.preflight import run_preflight
     from trl_grpo_ext.cli.prepare import prepare
+    from trl_grpo_ext.preflight.report import as_dicts, print_answers, worst
 
     prepared = prepare(recipe, overrides or [], for_training=False)
     report = check_prepared(prepared, num_rows=rows, forms=form or [], gold=gold)
+    answers = run_preflight(prepared, gpu_gib=gpu, probe=probe)
+    bad = worst(answers) == "red" or (strict and worst(answers) == "yellow")
     if as_json:
-        print(json.dumps(report.as_dict(), indent=2))
+        values = report.as_dict()
+        print(json.dumps({**values, "preflight": as_dicts(answers), "failed": values["failed"] or bad}, indent=2))
     else:
         print_report(report, Console())
-    if report.failed(strict=strict):
+        print_answers(answers, Console())
+    if bad or report.failed(strict=strict):
         raise typer.Exit(1)
 
 
@@ -122,7 +134,7 @@ def check_prepared(
     source = recipe.data.source
     report = check_rows(train, prepared.rewards, source=source, num_rows=num_rows, forms=forms, gold=gold)
     if render:
-        prompts, notes = _render(recipe, [row["prompt"] for row in _spread(train, 3)])
+        prompts, notes = _render(recipe, [row["prompt"] for row in spread(train, 3)])
         report = dataclasses.replace(report, prompts=prompts, notes=[*report.notes, *notes])
     protection = [
         line for function in prepared.rewards.functions for line in getattr(function, "describe_protection", list)()
@@ -152,7 +164,7 @@ def check_rows(
     """
     if not rows:
         raise DataError(f"{source}: no rows to check")
-    sample = _spread(rows, num_rows)
+    sample = spread(rows, num_rows)
     check_columns(list(sample[0]), rewards.columns)
     if gold is not None and gold not in sample[0]:
         raise ConfigurationError(f"--gold {gold}: the data have {', '.join(sample[0])}.{nearest(gold, sample[0])}")
@@ -319,7 +331,7 @@ def _prompt_text(prompt: Any) -> str:
     return completion_text([{**turn, "role": "assistant"} for turn in prompt if turn.get("role") == "user"])
 
 
-def _spread(rows: Sequence[Any], count: int) -> list[Any]:
+def spread(rows: Sequence[Any], count: int) -> list[Any]:
     """Return so many rows, spread evenly from the first to the last."""
     if len(rows) <= count:
         return list(rows)
@@ -329,14 +341,11 @@ def _spread(rows: Sequence[Any], count: int) -> list[Any]:
 def _render(recipe: Recipe, prompts: Sequence[Any]) -> tuple[list[str], list[str]]:
     """Return prompts as the model will see them, and a note where its tokenizer cannot be loaded."""
     try:
-        from transformers import AutoTokenizer
+        from trl_grpo_ext.models import load_tokenizer
 
-        from trl_grpo_ext.models import resolve_model
-
-        tokenizer = AutoTokenizer.from_pretrained(
-            resolve_model(recipe.model.name),
-            revision=recipe.model.revision,
-            trust_remote_code=recipe.model.trust_remote_code,
+        model = recipe.model
+        tokenizer = load_tokenizer(
+            model.name, revision=model.revision, trust_remote_code=model.trust_remote_code, chat=False
         )
     except Exception as error:
         first = str(error).strip().splitlines() or [type(error).__name__]

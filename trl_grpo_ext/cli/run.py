@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
-from transformers import AutoTokenizer, PrinterCallback, set_seed
+from transformers import PrinterCallback, set_seed
 
 from trl_grpo_ext.cli import STARTED
 from trl_grpo_ext.cli.control import ShuffledRewardsTrainer
@@ -26,7 +26,8 @@ from trl_grpo_ext.config import GroupRelativeConfig
 from trl_grpo_ext.data.splits import to_dataset
 from trl_grpo_ext.errors import ConfigurationError, GroupRelativeError
 from trl_grpo_ext.memory.adapter import find_adapter, is_peft_model
-from trl_grpo_ext.models import check_tokenizer, resolve_model
+from trl_grpo_ext.memory.trainable import lora_config
+from trl_grpo_ext.models import load_tokenizer, resolve_model
 from trl_grpo_ext.monitor.callbacks import CheckpointMarker, MetricsWriter, ProgressCallback
 from trl_grpo_ext.monitor.evaluate import EvalResult, evaluate
 from trl_grpo_ext.monitor.metrics_log import MetricsLog
@@ -215,15 +216,12 @@ def _model_init_kwargs(recipe: Recipe) -> dict[str, Any]:
 def _tokenizer(recipe: Recipe, checkpoint: Path | None = None) -> Any:
     """Return the tokenizer, the checkpoint's own where it has one, fit for generation."""
     own = checkpoint is not None and (checkpoint / "tokenizer_config.json").is_file()
-    source = str(checkpoint) if own else resolve_model(recipe.model.name)
-    tokenizer = AutoTokenizer.from_pretrained(
-        source,
-        padding_side="left",
+    return load_tokenizer(
+        str(checkpoint) if own else recipe.model.name,
         revision=None if own else recipe.model.revision,
         trust_remote_code=recipe.model.trust_remote_code,
+        chat=recipe.data.chat,
     )
-    check_tokenizer(tokenizer, recipe.model.name, chat=recipe.data.chat)
-    return tokenizer
 
 
 def _build_trainer(
@@ -257,7 +255,7 @@ def trainer_arguments(prepared: Prepared, args: GroupRelativeConfig, say: Any = 
         "args": args,
         "train_dataset": to_dataset(prepared.splits.train),
         "processing_class": _tokenizer(recipe),
-        "peft_config": _lora(recipe),
+        "peft_config": None if recipe.peft is None else lora_config(recipe.peft),
     }
 
 
@@ -267,17 +265,6 @@ def _reward_names(prepared: Prepared) -> list[str]:
 
 def _watches_accuracy(prepared: Prepared) -> bool:
     return prepared.recipe.eval.monitor and prepared.strict is not None
-
-
-def _lora(recipe: Recipe) -> Any:
-    if recipe.peft is None:
-        return None
-    from peft import LoraConfig
-
-    try:
-        return LoraConfig(**recipe.peft)
-    except (ValueError, TypeError) as error:
-        raise ConfigurationError(f"peft: {error}") from error
 
 
 def _evaluate_trainer(trainer: GroupRelativeTrainer, prepared: Prepared, say: Any, when: str) -> EvalResult | None:

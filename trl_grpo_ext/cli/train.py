@@ -38,6 +38,15 @@ def train(
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="First prove on 16 rows that the rewards pay right answers best.")
     ] = True,
+    preflight: Annotated[
+        bool, typer.Option("--preflight/--no-preflight", help="First look at template, lengths, memory and the like.")
+    ] = True,
+    gpu: Annotated[
+        float | None, typer.Option(help="Memory of a card in GiB to plan for; the one that is there by default.")
+    ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="In the pre-flight, also sample: are completions cut off?")
+    ] = False,
     seed: Annotated[int | None, typer.Option("--seed", help="Replaces trainer.seed; the data split stays.")] = None,
 ) -> None:
     """Train the model of a recipe, evaluating it on held-out prompts before and after."""
@@ -53,11 +62,16 @@ def train(
     prepared = prepare(recipe, changes)
     if check and is_main_process():
         _check_rewards(prepared)
+    looks_first = preflight and is_main_process()
+    if looks_first and overwrite:  # before the earlier run's results are deleted
+        _preflight(prepared, gpu, probe)
     recipe_dir = prepared.recipe.trainer.get("output_dir") or Path("runs") / prepared.recipe.name
     directory = RunDirectory(output_dir or Path(recipe_dir))
     directory.open(prepared.recipe, resume=resume, overwrite=overwrite, control=shuffle_rewards)
 
     try:
+        if looks_first and not overwrite and directory.checkpoint is None:
+            _preflight(prepared, gpu, probe)
         from trl_grpo_ext.cli.run import run_training
 
         run_training(prepared, directory, control=shuffle_rewards, resume=resume)
@@ -79,3 +93,22 @@ def _check_rewards(prepared: Prepared) -> None:
             file=sys.stderr,
         )
         raise typer.Exit(1)
+
+
+def _preflight(prepared: Prepared, gpu_gib: float | None, probe: bool) -> None:
+    """Print what is worth knowing before training.
+
+    Raises:
+        ConfigurationError: for the first answer that means the run would fail or teach nothing.
+    """
+    from rich.console import Console
+
+    from trl_grpo_ext.cli.preflight import run_preflight
+    from trl_grpo_ext.errors import ConfigurationError
+    from trl_grpo_ext.preflight.report import print_answers
+
+    answers = run_preflight(prepared, gpu_gib=gpu_gib, probe=probe)
+    red = [answer for answer in answers if answer.colour == "red"]
+    if red:
+        raise ConfigurationError(f"pre-flight: {red[0].line} (--no-preflight trains all the same)")
+    print_answers(answers, Console(), only_problems=True)
