@@ -162,6 +162,8 @@ def compare(
                     if number > 0:  # the first step is scripted, warms up and gives the gradients
                         steps[side].append(answer["seconds"])
                         counts[side].append(answer["counts"])
+            for connection in connections.values():
+                connection.send("leave")
             for process in processes:
                 process.join()
         finally:

@@ -96,6 +96,8 @@ class Turnstile(TrainerCallback):
             answer["floor"] = floor_seconds(model, counts)
         self._is_scripted = False
         self._connection.send(answer)
+        if state.global_step == state.max_steps:
+            self._connection.recv()  # giving gigabytes back takes seconds, which the other side's last step must not pay
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         result = self._sample(prompt_ids, *args, **kwargs)
