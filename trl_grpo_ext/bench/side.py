@@ -97,7 +97,7 @@ class Turnstile(TrainerCallback):
         self._is_scripted = False
         self._connection.send(answer)
         if state.global_step == state.max_steps:
-            self._connection.recv()  # giving gigabytes back takes seconds, which the other side's last step must not pay
+            self._connection.recv()  # giving gigabytes back takes seconds that the other side would pay
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         result = self._sample(prompt_ids, *args, **kwargs)
