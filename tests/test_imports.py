@@ -46,6 +46,7 @@ LAYERS = {
     "policy": 4,
     "sampled_logps": 4,
     "budget_step": 4,
+    "prompt_step": 4,
     "trainer": 5,
     "compat": 6,
     "recipe_fields": 6,

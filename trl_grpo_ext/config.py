@@ -22,6 +22,7 @@ AUTO_TOKENS_PER_MICRO_BATCH = 4096
 # Room for the keys and values of one generation batch: 128 KiB a token in an 8B model with grouped queries, so 4 GiB.
 AUTO_TOKENS_PER_GENERATION_BATCH = 32768
 ROLLOUT_ENGINES = ("auto", "trl")
+OVERLONG_PROMPTS = ("drop", "truncate")
 REWARD_ISOLATION = ("auto", "always", "never", "off")
 REWARD_ABSTENTION = ("group_mean", "zero")
 KL_REFERENCES = (None, "start", "base")
@@ -53,6 +54,9 @@ class GroupRelativeConfig(GRPOConfig):
         old_logps_from_rollout: Whether the log-probabilities seen while sampling stand in for the forward pass that TRL
             runs after each rollout that more than one optimiser step learns from. Needs the engine. In bfloat16 they
             differ from the forward pass by its rounding, so the first ratios are no longer exactly 1.
+        max_prompt_length: Most tokens of a prompt, at least 1. ``None``: no limit.
+        overlong_prompts: ``"drop"``: rows with longer prompts are left out and counted. ``"truncate"``: the start of
+            the longest turn is cut; system turn and generation header stay.
         oom_max_halvings: How often, in each of training, sampling and scoring, the token budget is halved and the work
             done again when memory runs out. 0: never, the error ends the run. See ``docs/out_of_memory.md``.
         memory_metrics: Whether the peak memory of each phase is logged as ``memory/…``.
@@ -111,6 +115,11 @@ class GroupRelativeConfig(GRPOConfig):
     old_logps_from_rollout: bool = field(
         default=False,
         metadata={"help": "Whether sampling's log-probabilities save TRL's forward pass for the old ones."},
+    )
+    max_prompt_length: int | None = field(default=None, metadata={"help": "Most tokens of a prompt. None: no limit."})
+    overlong_prompts: str = field(
+        default="drop",
+        metadata={"help": "What happens to longer prompts.", "choices": list(OVERLONG_PROMPTS)},
     )
     oom_max_halvings: int = field(
         default=4,
@@ -171,6 +180,7 @@ class GroupRelativeConfig(GRPOConfig):
         self._check_memory()
         for name, allowed in (
             ("rollout_engine", ROLLOUT_ENGINES),
+            ("overlong_prompts", OVERLONG_PROMPTS),
             ("reward_isolation", REWARD_ISOLATION),
             ("reward_abstention", REWARD_ABSTENTION),
             ("kl_reference", KL_REFERENCES),
@@ -190,6 +200,11 @@ class GroupRelativeConfig(GRPOConfig):
                 raise ConfigurationError(
                     f"{name}={value} is not a number of tokens. Use a positive number, 0 (off) or None (automatic)."
                 )
+        if self.max_prompt_length is not None and self.max_prompt_length < 1:
+            raise ConfigurationError(
+                f"max_prompt_length={self.max_prompt_length} is not a number of tokens. Use 1 or more, or None (no "
+                "limit)."
+            )
         if self.oom_max_halvings < 0:
             raise ConfigurationError(
                 f"oom_max_halvings={self.oom_max_halvings} is not a number of halvings. Use 0 (never) or more."

@@ -101,6 +101,12 @@ SEAMS = (
         "returns the rewards of all processes; we test groups for equal rewards",
     ),
     Seam(
+        "_tokenize_prompts",
+        ("prompts",),
+        ("return prompt_ids, images, multimodal_fields",),
+        "one list of token ids per prompt; we drop a doubled BOS and cut over-long prompts",
+    ),
+    Seam(
         "_generate_single_turn",
         ("prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"),
         ("return completion_ids, logprobs",),
@@ -180,6 +186,7 @@ ATTRIBUTES = (
     "_step",
     "_tag_names",
     "aux_loss_enabled",
+    "eos_token_ids",
     "beta",
     "max_completion_length",
     "multi_objective_aggregation",

@@ -22,6 +22,7 @@ from trl_grpo_ext.objective.dead_groups import find_dead_groups
 from trl_grpo_ext.policy.setup import own_reference, prepare_policy
 from trl_grpo_ext.policy.step import PolicyStepMixin
 from trl_grpo_ext.preflight.data import check_one_step_of_data, check_reward_columns
+from trl_grpo_ext.prompt_step import PromptStepMixin
 from trl_grpo_ext.reward_step import RewardStepMixin
 from trl_grpo_ext.rewards.registry import unique_names
 from trl_grpo_ext.rng import preserved_rng
@@ -37,6 +38,7 @@ check_seams()
 
 class GroupRelativeTrainer(
     BudgetStepMixin,
+    PromptStepMixin,
     PolicyStepMixin,
     SampledLogpsMixin,
     WindowStepMixin,
@@ -115,6 +117,7 @@ class GroupRelativeTrainer(
                 environment_factory=environment_factory,
             )
         self._settle_policy(policy)
+        self._settle_prompts()
         self.engine_settings = EngineSettings.of(args)
         self.reward_func_names = unique_names(self.reward_func_names)
         self._window = RolloutWindow()

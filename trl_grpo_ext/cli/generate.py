@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
+from trl_grpo_ext.data.prompt_tokens import drop_doubled_bos
 from trl_grpo_ext.monitor.evaluate import Completion
 from trl_grpo_ext.rollout.engine import SamplingParams
 from trl_grpo_ext.rollout.support import device_of, merged_generation_settings
@@ -22,12 +23,12 @@ SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.
 def render_prompt(tokenizer: Any, prompt: Any, template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
     """Return the token ids of a prompt as the trainer makes them: chats through the template, text as it is."""
     if isinstance(prompt, str):
-        return list(tokenizer(prompt)["input_ids"])
-    return list(
-        tokenizer.apply_chat_template(
+        ids = tokenizer(prompt)["input_ids"]
+    else:
+        ids = tokenizer.apply_chat_template(
             prompt, add_generation_prompt=True, tokenize=True, return_dict=False, **(template_kwargs or {})
         )
-    )
+    return drop_doubled_bos(ids, tokenizer.bos_token_id)
 
 
 def generate_completions(

@@ -114,6 +114,9 @@ def _lengths(
         )
 
     counts = measure_longest(prompts, count, limit)
+    allowed = recipe.trainer.get("max_prompt_length")
+    if allowed is not None:  # longer ones are dropped or cut
+        counts = [min(number, int(allowed)) for number in counts]
     answer = check_prompt_lengths(counts, len(prompts), max_completion_length=completion, max_positions=positions)
     return counts, answer
 

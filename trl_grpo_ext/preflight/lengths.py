@@ -61,9 +61,7 @@ def check_prompt_lengths(
         "red" if beyond else "yellow",
         f"{too_long} of {num_prompts} prompts are longer than {room} tokens (longest {longest}), so that prompt and "
         f"completion exceed the model's {max_positions} positions",
-        f"Drop those rows, or lower max_completion_length below {max(max_positions - longest, 1)}"
-        if not beyond
-        else "Drop those rows: the model has never seen such positions",
+        f"trainer.max_prompt_length={room} drops them (overlong_prompts=truncate cuts them)",
     )
 
 
