@@ -98,6 +98,8 @@ class GroupRelativeTrainer(
             memory=memory,
             adapter=adapter,
             reward_funcs=reward_funcs,
+            train_dataset=train_dataset,
+            processing_class=processing_class,
         )
         with own_reference(policy, args):
             super().__init__(

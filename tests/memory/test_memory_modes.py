@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
+import importlib.machinery
 import logging
 import pickle
+import sys
+import types
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from runs import checkpoint, fresh_lora, make, tiny_model, trainable_dtypes
+from tiny import tiny_prompts, tiny_tokenizer
 from transformers import BitsAndBytesConfig
 from trl import GRPOConfig
 
@@ -21,6 +27,7 @@ from trl_grpo_ext.memory.allocator import request_expandable_segments
 from trl_grpo_ext.memory.auto import choose_mode
 from trl_grpo_ext.memory.mode import NAMED_MODES, MemoryMode, asked_fields, named_mode
 from trl_grpo_ext.memory.modes import base_dtype, config_changes
+from trl_grpo_ext.policy.card import longest_prompt, planner_for_card
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "mistral")
 
@@ -279,18 +286,61 @@ def test_auto_without_a_card_keeps_the_tuning_and_says_so(
 
 
 def test_expandable_segments() -> None:
+    def ask(environ: dict[str, str], **how: Any) -> str | None:
+        fields = {"older_name": False, "cuda_started": False, "set_now": None, **how}
+        return request_expandable_segments(environ, **fields)
+
     fresh: dict[str, str] = {}
-    assert request_expandable_segments(fresh, cuda_started=False, older_name=False) is None
+    assert ask(fresh) is None
     assert fresh == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     older: dict[str, str] = {}
-    request_expandable_segments(older, cuda_started=False, older_name=True)
+    ask(older, older_name=True)
     assert older == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     others = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}
-    request_expandable_segments(others, cuda_started=False, older_name=False)
+    ask(others)
     assert others == {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128,expandable_segments:True"}
     chosen = {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
-    assert request_expandable_segments(chosen, cuda_started=True, older_name=False) is None
+    assert ask(chosen, cuda_started=True) is None
     assert chosen == {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
+
+
+def test_expandable_segments_of_a_running_allocator() -> None:
+    told: list[str] = []
+    environ = {"PYTORCH_ALLOC_CONF": "backend:native"}
+    assert request_expandable_segments(environ, older_name=False, cuda_started=True, set_now=told.append) is None
+    assert told == [environ["PYTORCH_ALLOC_CONF"]] == ["backend:native,expandable_segments:True"]
     late: dict[str, str] = {}
-    assert "Too late" in str(request_expandable_segments(late, cuda_started=True, older_name=False))
+    advice = request_expandable_segments(late, older_name=False, cuda_started=True, set_now=None)
+    assert "Too late for expandable segments" in str(advice)
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in str(advice)
     assert late == {}
+
+
+def test_the_planner_is_asked_with_the_card_and_the_longest_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def plan_memory(model: Any, args: Any, peft_config: Any, **how: Any) -> Plan:
+        asked.update(model=model, peft_config=peft_config, **how)
+        return Plan("yes")
+
+    planner = types.ModuleType("trl_grpo_ext.memory.plan")
+    planner.plan_memory = plan_memory  # type: ignore[attr-defined]
+    planner.__spec__ = importlib.machinery.ModuleSpec(planner.__name__, None)
+    monkeypatch.setitem(sys.modules, planner.__name__, planner)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (23 * 2**30, 24 * 2**30))
+    dataset = Dataset.from_list([{"prompt": "one"}, {"prompt": "one two three"}])
+    on_card, on_cpu = (SimpleNamespace(device=torch.device(name)) for name in ("cuda", "cpu"))
+    plan = planner_for_card("org/name", on_card, None, dataset, tiny_tokenizer())
+    assert choose_mode(has_adapter=True, plan=plan).mode == Plan.mode
+    assert asked["budget_gib"] == 23.0
+    assert asked["prompt_len"] == len(tiny_tokenizer()("one two three")["input_ids"])
+    assert planner_for_card("org/name", on_cpu, None, dataset, tiny_tokenizer()) is None
+
+
+def test_longest_prompt() -> None:
+    tokenizer = tiny_tokenizer()
+    chats = Dataset.from_list(tiny_prompts(4))
+    texts = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False) for row in chats]
+    assert longest_prompt(chats, tokenizer) == max(len(tokenizer(text)["input_ids"]) for text in texts)
+    assert longest_prompt(chats.to_iterable_dataset(), tokenizer) is None
+    assert longest_prompt(chats, None) is None

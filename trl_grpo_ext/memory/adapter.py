@@ -87,6 +87,17 @@ def base_of_adapter(name: str) -> str:
     return str(base)
 
 
+def config_of(model: Any, peft_config: Any, adapter: str | None) -> Any:
+    """Return the configuration of the adapter that a run trains, wherever it comes from, or None without one."""
+    if adapter is not None:
+        from peft import PeftConfig
+
+        return PeftConfig.from_pretrained(_source(adapter))
+    if is_peft_model(model):
+        return model.active_peft_config
+    return peft_config
+
+
 def load_adapter(base: nn.Module, name: str) -> Any:
     """Return ``base`` with the adapter ``name`` on it, trainable, in float32 and under the name "default".
 

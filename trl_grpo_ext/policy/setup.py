@@ -26,6 +26,7 @@ from trl_grpo_ext.memory.allocator import request_expandable_segments
 from trl_grpo_ext.memory.auto import choose_mode
 from trl_grpo_ext.memory.mode import AUTO, MemoryMode, asked_fields, named_mode
 from trl_grpo_ext.memory.quantised import bits_of
+from trl_grpo_ext.policy.card import planner_for_card
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ def prepare_policy(
     memory: Any = None,
     adapter: str | None = None,
     reward_funcs: Any = None,
+    train_dataset: Any = None,
+    processing_class: Any = None,
 ) -> Policy:
     """Return the policy's arguments after memory mode and adapter were applied.
 
@@ -68,6 +71,8 @@ def prepare_policy(
         memory: The trainer's keyword, which must agree with the configuration's field.
         adapter: The trainer's keyword, likewise.
         reward_funcs: As given to the trainer; TRL loads one that is a name with ``model_init_kwargs`` too.
+        train_dataset: As given to the trainer; ``memory="auto"`` looks for its longest prompt.
+        processing_class: As given to the trainer; it counts that prompt's tokens.
 
     Raises:
         ConfigurationError: for arguments that contradict each other; both are named.
@@ -81,7 +86,9 @@ def prepare_policy(
     _check_adapter_sources(model, peft_config, adapter)
     policy = Policy(model, quantization_config, peft_config, None)
     if memory is not None:
-        policy = _apply_mode(policy, args, memory, adapter)
+        lora = adapters.config_of(model, peft_config, adapter)
+        plan = planner_for_card(model, args, lora, train_dataset, processing_class)
+        policy = _apply_mode(policy, args, memory, adapter, plan)
     if adapter is not None:
         policy = _with_adapter(policy, args, adapter)
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
@@ -117,13 +124,13 @@ def _check_adapter_sources(model: Any, peft_config: Any, adapter: str | None) ->
         )
 
 
-def _apply_mode(policy: Policy, args: Any, memory: Any, adapter: str | None) -> Policy:
+def _apply_mode(policy: Policy, args: Any, memory: Any, adapter: str | None, plan: Any) -> Policy:
     model = policy.model
     source = "peft_config" if policy.peft_config is not None else "adapter" if adapter is not None else None
     if adapters.is_peft_model(model):
         source = "a PeftModel"
     if memory == AUTO:
-        mode, reason = choose_mode(has_adapter=source is not None, plan=None)
+        mode, reason = choose_mode(has_adapter=source is not None, plan=plan)
         logger.warning('memory="auto" is %s.', reason)
     else:
         mode = named_mode(memory)
@@ -168,8 +175,12 @@ def _expand_segments(*, sleeps: bool) -> None:
         # vLLM's sleep mode manages the card's memory with an allocator of its own, which refuses growing segments.
         logger.info("Expandable segments stay off: vLLM's sleep mode does not go with them.")
         return
-    older_name = Version(torch.__version__).release < (2, 9)
-    advice = request_expandable_segments(os.environ, cuda_started=torch.cuda.is_initialized(), older_name=older_name)
+    advice = request_expandable_segments(
+        os.environ,
+        older_name=Version(torch.__version__).release < (2, 9),
+        cuda_started=torch.cuda.is_initialized(),
+        set_now=getattr(torch._C, "_accelerator_setAllocatorSettings", None),
+    )
     if advice is not None:
         logger.warning(advice)
 
