@@ -18,7 +18,7 @@ from datasets import Dataset
 from runs import checkpoint, fresh_lora, make, tiny_model, trainable_dtypes
 from tiny import tiny_prompts, tiny_tokenizer
 from transformers import BitsAndBytesConfig
-from trl import GRPOConfig
+from trl import GRPOConfig, TrlParser
 
 from trl_grpo_ext import GroupRelativeConfig
 from trl_grpo_ext.config import written_settings
@@ -103,6 +103,14 @@ def test_a_record_a_mapping_and_json_are_the_same(tmp_path: Path) -> None:
         assert config.memory == as_mapping
         assert named_mode(config.memory) == record
         assert '"base": "nf4"' in config.to_json_string()
+
+
+@pytest.mark.parametrize(("text", "memory"), [("qlora", "qlora"), ('{"base": "nf4"}', {"base": "nf4"})])
+def test_trls_command_line_takes_a_mode(text: str, memory: Any, tmp_path: Path) -> None:
+    arguments = ["--output_dir", str(tmp_path), "--use_cpu", "--memory", text]
+    (config,) = TrlParser((GroupRelativeConfig,)).parse_args_and_config(args=arguments)
+    assert config.memory == memory
+    assert written_settings(config, ["optim", "gradient_checkpointing"]) == {}  # a parser writes every field
 
 
 def test_an_unknown_mode_is_refused_with_the_nearest(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import ScriptedRollouts
 from runs import adapter_state, checkpoint, make, save_adapter, trainable_dtypes
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -160,3 +161,36 @@ def test_the_rollout_engine_samples_what_generate_does(
     same = sum(a == b for one, other in pairs for a, b in zip(one, other, strict=False))
     total = sum(max(len(one), len(other)) for one, other in pairs)
     assert same / total > 0.8
+
+
+def test_a_resumed_run_ends_where_the_whole_one_does(base: str, adapter: str, tmp_path: Path) -> None:
+    """The adapter comes back in float32, with every digit."""
+    fields: dict[str, Any] = {"memory": "qlora", "adapter": adapter, "max_steps": 4, "optim": "adamw_torch"}
+    whole = make(tmp_path, base, save_strategy="steps", save_steps=2, **fields)
+    whole.train()
+    rollouts = ScriptedRollouts()
+    rollouts.num_rows = 16  # where the first run stood
+    rest = make(tmp_path / "rest", base, rollouts=rollouts, **fields)
+    rest.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert trainable_dtypes(rest) == {torch.float32}
+    theirs = adapter_state(whole.model)
+    for name, value in adapter_state(rest.model).items():
+        assert (value - theirs[name]).abs().max() < 1e-6, name
+
+
+def test_a_ppo_call_takes_a_memory_mode(base: str, tmp_path: Path) -> None:
+    from datasets import Dataset
+    from tiny import tiny_prompts, tiny_tokenizer
+
+    from trl_grpo_ext.compat.ppo import PPOConfig, PPOTrainer
+
+    trainer = PPOTrainer(
+        PPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=4, use_cpu=True, bf16=False, report_to="none"),
+        tiny_tokenizer(),
+        base,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        train_dataset=Dataset.from_list(tiny_prompts(8)),
+        memory="lora",
+    )
+    assert trainable_dtypes(trainer) == {torch.float32}
+    assert list(trainer.model.peft_config) == ["default"]

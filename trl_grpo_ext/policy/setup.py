@@ -86,8 +86,10 @@ def prepare_policy(
     _check_adapter_sources(model, peft_config, adapter)
     policy = Policy(model, quantization_config, peft_config, None)
     if memory is not None:
-        lora = adapters.config_of(model, peft_config, adapter)
-        plan = planner_for_card(model, args, lora, train_dataset, processing_class)
+        plan = None
+        if memory == AUTO:
+            lora = adapters.config_of(model, peft_config, adapter)
+            plan = planner_for_card(model, args, lora, train_dataset, processing_class)
         policy = _apply_mode(policy, args, memory, adapter, plan)
     if adapter is not None:
         policy = _with_adapter(policy, args, adapter)
