@@ -33,7 +33,12 @@ LAYERS = {
     # what plans memory runs the learner, on tensors without data
     "memory.forwards": 3,
     "memory.simulate": 3,
+    "memory.job": 3,
+    "memory.bound": 3,
+    "memory.estimate": 3,
     "memory.search": 3,
+    "memory.report": 3,
+    "memory.alternatives": 3,
     "memory.plan": 3,
     "rollout": 2,
     "seams": 2,

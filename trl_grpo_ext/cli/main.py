@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from trl_grpo_ext._version import __version__
-from trl_grpo_ext.cli import bench, check, evaluate, merge, migrate, train
+from trl_grpo_ext.cli import bench, check, evaluate, merge, migrate, plan, train
 from trl_grpo_ext.errors import GroupRelativeError
 
 app = typer.Typer(
@@ -30,6 +30,7 @@ app.command("bench")(bench.bench)
 app.command("check")(check.check)
 app.command("merge")(merge.merge)
 app.command("migrate")(migrate.migrate)
+app.command("plan")(plan.plan)
 
 
 def _show_version(wanted: bool) -> None:

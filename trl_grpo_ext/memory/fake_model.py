@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -116,12 +118,18 @@ def _quantised_lora_class(copies_output: bool) -> type:
     return QuantisedLoraLinear
 
 
-def give_storage(model: nn.Module, *, fill: bool = False) -> None:
+def give_storage(
+    model: nn.Module,
+    *,
+    fill: bool = False,
+    around: Callable[[nn.Module], AbstractContextManager] = lambda module: nullcontext(),
+) -> None:
     """Replace every meta parameter and buffer by a tensor of the CPU, fake inside a ``FakeTensorMode``, ties kept.
 
     Args:
         model: changed in place.
         fill: True writes zeros, so that real pages are touched.
+        around: entered for each module while its own tensors are made.
     """
     made: dict[int, torch.Tensor] = {}
 
@@ -138,15 +146,13 @@ def give_storage(model: nn.Module, *, fill: bool = False) -> None:
 
     keep: list[torch.Tensor] = []
     for module in model.modules():
-        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for table in tables:
-            for name, tensor in table.items():
-                if tensor is not None and tensor.device.type == "meta":
-                    table[name] = twin(tensor)
         # Some models keep a copy of a buffer as an ordinary attribute, such as the rotary frequencies.
-        for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and value.device.type == "meta":
-                vars(module)[name] = twin(value)
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+        with around(module):
+            for table in tables:
+                for name, tensor in list(table.items()):
+                    if isinstance(tensor, torch.Tensor) and tensor.device.type == "meta":
+                        table[name] = twin(tensor)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

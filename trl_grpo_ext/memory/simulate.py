@@ -23,7 +23,7 @@ from trl_grpo_ext.memory.fake_model import DTYPES, build_on_meta, give_storage, 
 from trl_grpo_ext.memory.forwards import Path, Rows, log_probs, prefill, prepare
 from trl_grpo_ext.memory.hollow import HollowMode
 from trl_grpo_ext.memory.mode import MemoryMode
-from trl_grpo_ext.memory.stand_ins import EightBitAdamW, ForeachAdamW
+from trl_grpo_ext.memory.stand_ins import EightBitAdamW, ForeachAdamW, StandInLinear
 from trl_grpo_ext.memory.trace import Trace
 from trl_grpo_ext.memory.tracker import StorageTracker
 
@@ -47,7 +47,6 @@ class Workload:
         autocast: dtype of mixed precision, or None.
         attn_implementation: transformers' name.
         clips_gradients: Whether the norm of the gradient is limited.
-        optim: torch's AdamW, fused or not, or one of the names of ``MemoryMode.optim``.
     """
 
     rows: Rows
@@ -96,6 +95,7 @@ def simulate(
     *,
     num_layers: int | None = None,
     num_steps: int = 2,
+    starts_with_states: bool = False,
     on_real_tensors: bool = False,
     as_on_cuda: bool = True,
     optim: str | None = None,
@@ -109,6 +109,7 @@ def simulate(
         lora: the adapter; ignored for full tuning.
         num_layers: decoder layers; None for the config's own. A phase's peak is linear in them.
         num_steps: from the second on, optimiser states are there from the start.
+        starts_with_states: True makes the optimiser's states before the first step, which then is like any later one.
         on_real_tensors: True allocates and computes.
         as_on_cuda: True takes the paths and adds the workspaces of a GPU; False counts exactly what the CPU does.
         optim: overrides the mode's, with ``"adamw_torch"`` (one more copy in the update) or ``"sgd"`` too.
@@ -131,8 +132,11 @@ def simulate(
     tracker = StorageTracker()
     with _quiet_checkpointing(), planning_for_accelerator(as_on_cuda), hollow, tracker:
         run = _Run(model, mode, work, tracker, as_on_cuda, optim or mode.optim, fills=on_real_tensors)
-        for _ in range(num_steps):
-            run.step()
+        if starts_with_states:
+            run.make_states()
+        for number in range(num_steps):
+            # A second pass finds the first one's gradients; once is enough to see what that costs.
+            run.step(min(work.num_micro_batches, 2) if number == num_steps - 1 else 1)
         host_bytes = run.host_bytes
         tracker.close()
     return Simulation(tracker.trace, host_bytes, tracker.num_operations, time.perf_counter() - started)
@@ -141,9 +145,10 @@ def simulate(
 def set_num_layers(config: Any, num_layers: int) -> None:
     """Change the depth of a config, its per-layer lists included."""
     text = config.get_text_config()
-    text.num_hidden_layers = num_layers
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:num_layers]
+    before, text.num_hidden_layers = text.num_hidden_layers, num_layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == before:
+            setattr(text, name, [value[layer % before] for layer in range(num_layers)])
     if getattr(text, "max_window_layers", None) is not None:
         text.max_window_layers = min(text.max_window_layers, num_layers)
 
@@ -165,7 +170,7 @@ class _Run:
         self.host_bytes = 0
         self.num_workspaces = 0
         with tracker.phase("load"):
-            give_storage(model, fill=fills)
+            give_storage(model, fill=fills, around=self._staging)
             frozen = [p for p in model.parameters() if not p.requires_grad]
             self.parameters = trainable(model)
             tracker.track([*frozen, *model.buffers()], "weights")
@@ -175,15 +180,34 @@ class _Run:
                 tracker.track(self.reference, "reference")
         self.optimizer = make_optimizer(self.parameters, optim)
 
-    def step(self) -> None:
-        """Make one optimiser step."""
+    @contextlib.contextmanager
+    def _staging(self, module: nn.Module) -> Iterator[None]:
+        """Hold the half-precision weight that a quantised one is made from, while it is made."""
+        if not isinstance(module, StandInLinear):
+            yield
+            return
+        size = 2 * module.in_features * module.out_features
+        block = self.tracker.allocate(size, "staging")
+        yield
+        self.tracker.release(block, size)
+
+    def make_states(self) -> None:
+        """Let the optimiser make its states."""
+        with self.tracker.phase("load"):
+            for parameter in self.parameters:
+                parameter.grad = torch.zeros_like(parameter)
+                self.tracker.track([parameter.grad], "gradients")
+            self._update()
+
+    def step(self, num_passes: int) -> None:
+        """Make one optimiser step of so many forward and backward passes."""
         work, tracker = self.work, self.tracker
         if work.generation is not None:
             self._generate(work.generation)
         if work.scoring is not None:
             with tracker.phase("score"), torch.no_grad(), self._precision():
                 log_probs(self.model, work.path, work.scoring)
-        for _ in range(min(work.num_micro_batches, 2)):
+        for _ in range(num_passes):
             with self._offloading():
                 with tracker.phase("forward"), self._precision():
                     self._add_workspace()
@@ -196,11 +220,14 @@ class _Run:
         with tracker.phase("optimizer"):
             if work.clips_gradients:
                 nn.utils.clip_grad_norm_(self.parameters, 1.0)
-            self.optimizer.step()
-            states = [s for state in self.optimizer.state.values() for s in state.values()]
-            tracker.track((s for s in states if isinstance(s, torch.Tensor)), "optimizer")
-            self.host_bytes = max(self.host_bytes, getattr(self.optimizer, "host_bytes", 0))
-            self.optimizer.zero_grad(set_to_none=True)
+            self._update()
+
+    def _update(self) -> None:
+        self.optimizer.step()
+        states = [s for state in self.optimizer.state.values() for s in state.values()]
+        self.tracker.track((s for s in states if isinstance(s, torch.Tensor)), "optimizer")
+        self.host_bytes = max(self.host_bytes, getattr(self.optimizer, "host_bytes", 0))
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _generate(self, rows: Rows) -> None:
         """Hold the prompts' keys and values during the prefill, all of them and the sampler's tensors at the end."""
