@@ -283,6 +283,14 @@ def test_auto_follows_the_plan_and_refuses_what_does_not_fit() -> None:
         choose_mode(has_adapter=True, plan=lambda: Plan("no"))
 
 
+def test_a_plan_stands_for_its_mode(base: str, tmp_path: Path) -> None:
+    trainer = make(tmp_path, base, keywords={"memory": Plan("yes")}, max_tokens_per_micro_batch=2048)
+    assert trainer.memory_mode == Plan.mode
+    assert trainer.model.get_base_model().is_loaded_in_4bit
+    with pytest.raises(ConfigurationError, match=r"micro_batch=2048 contradicts max_tokens_per_micro_batch=512"):
+        make(tmp_path, base, keywords={"memory": Plan("yes")}, max_tokens_per_micro_batch=512)
+
+
 def test_auto_without_a_card_keeps_the_tuning_and_says_so(
     base: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -68,7 +68,8 @@ def prepare_policy(
         args: The configuration; a mode's settings are written into it.
         quantization_config: As given to the trainer.
         peft_config: As given to the trainer.
-        memory: The trainer's keyword, which must agree with the configuration's field.
+        memory: The trainer's keyword, which must agree with the configuration's field; a ``MemoryPlan`` stands for its
+            mode.
         adapter: The trainer's keyword, likewise.
         reward_funcs: As given to the trainer; TRL loads one that is a name with ``model_init_kwargs`` too.
         train_dataset: As given to the trainer; ``memory="auto"`` looks for its longest prompt.
@@ -78,7 +79,7 @@ def prepare_policy(
         ConfigurationError: for arguments that contradict each other; both are named.
     """
     _undo_mode(args)
-    memory = _one_of("memory", memory, setting(args, "memory"))
+    memory = _one_of("memory", _mode_of(memory), setting(args, "memory"))
     adapter = _one_of("adapter", adapter, setting(args, "adapter"))
     if isinstance(model, str) and adapters.find_adapter(model) and not (Path(model) / "config.json").is_file():
         adapter = _one_of("adapter", adapter, model)
@@ -102,6 +103,11 @@ def prepare_policy(
         adapters.adopt_adapter(policy.model)
     given = None if isinstance(policy.model, str) else policy.model
     return policy._replace(float32=adapters.Float32Adapters(given if adapters.is_peft_model(given) else None))
+
+
+def _mode_of(memory: Any) -> Any:
+    """Return the mode of a ``MemoryPlan``, anything else as it is."""
+    return memory.mode if isinstance(getattr(memory, "mode", None), MemoryMode) else memory
 
 
 def _one_of(name: str, keyword: Any, field: Any) -> Any:
