@@ -216,7 +216,7 @@ def leave(*arguments: str) -> int:
 def preflight(folder: Path, *overrides: str, **options: Any) -> dict[str, Answer]:
     from trl_grpo_ext.cli.prepare import prepare
 
-    answers = cli_preflight.run_preflight(prepare(folder / "tiny.yaml", overrides, for_training=False), **options)
+    answers, _ = cli_preflight.run_preflight(prepare(folder / "tiny.yaml", overrides, for_training=False), **options)
     return {answer.question: answer for answer in answers}
 
 

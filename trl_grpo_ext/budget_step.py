@@ -65,6 +65,14 @@ class BudgetStepMixin(GRPOTrainer):
         if self._logs_memory:
             self.add_callback(_WatchOptimizer(self))
 
+    def compare_memory_with(self, plan: Any) -> None:
+        """Log what ``plan``, a ``MemoryPlan``, expects of each phase beside the peak that is measured."""
+        planned = dict(plan.planned_gib)
+        passes = [planned.pop(name) for name in ("forward", "backward") if name in planned]
+        if passes:  # one phase here: the window runs both, pass after pass
+            planned["train"] = max([*passes, planned.get("train", 0.0)])
+        self._watch.planned_gib = planned
+
     def _find_why_no_recovery(self, max_halvings: int) -> str | None:
         """Return why work that ran out of memory cannot be done again by one process, or None."""
         if not max_halvings:

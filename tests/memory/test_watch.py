@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -93,12 +94,15 @@ def test_a_run_logs_every_phase(tmp_path: Any) -> None:
         rollout_engine="auto",
         max_tokens_per_micro_batch=200,
     )
-    trainer._watch.planned_gib = {"train": 1.25}
+    planned = {"load": 0.5, "generate": 0.75, "score": 1.0, "forward": 1.25, "backward": 1.125}
+    trainer.compare_memory_with(SimpleNamespace(planned_gib=planned))
     trainer.train()
     for entry in record.logs[:-1]:
         for phase in ("generate", "score", "train", "optimizer"):
             assert 0.05 < entry[f"memory/{phase}_peak_gib"] < 64
         assert entry["memory/train_planned_gib"] == 1.25
+        assert entry["memory/generate_planned_gib"] == 0.75
+        assert "memory/optimizer_planned_gib" not in entry
         assert entry["memory/max_tokens_per_micro_batch"] == 200
         assert entry["memory/oom_retries"] == 0
     assert not [key for key in record.logs[-1] if key.startswith("memory/")]

@@ -102,7 +102,7 @@ def check(
 
     prepared = prepare(recipe, overrides or [], for_training=False)
     report = check_prepared(prepared, num_rows=rows, forms=form or [], gold=gold)
-    answers = run_preflight(prepared, gpu_gib=gpu, probe=probe)
+    answers = run_preflight(prepared, gpu_gib=gpu, probe=probe).answers
     bad = worst(answers) == "red" or (strict and worst(answers) == "yellow")
     if as_json:
         values = report.as_dict()

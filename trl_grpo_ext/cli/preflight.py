@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trl_grpo_ext.cli.check import spread
 from trl_grpo_ext.errors import ConfigurationError, GroupRelativeError
@@ -22,7 +22,14 @@ _PROMPTS_RENDERED = 16
 _PROMPTS_PROBED = 8
 
 
-def run_preflight(prepared: Prepared, *, gpu_gib: float | None = None, probe: bool = False) -> list[Answer]:
+class Preflight(NamedTuple):
+    """The answers, and the plan that one of them stands on, if one was made."""
+
+    answers: list[Answer]
+    plan: Any = None
+
+
+def run_preflight(prepared: Prepared, *, gpu_gib: float | None = None, probe: bool = False) -> Preflight:
     """Return the answers about a recipe, cheapest question first; weights are loaded for the probe only.
 
     Args:
@@ -43,10 +50,10 @@ def run_preflight(prepared: Prepared, *, gpu_gib: float | None = None, probe: bo
         )
         config = _model_config(prepared)
     except GroupRelativeError as error:
-        return [*answers, Answer("model", "red", str(error))]
+        return Preflight([*answers, Answer("model", "red", str(error))])
     except Exception as error:  # a hub that cannot be reached, files that cannot be read
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return [*answers, Answer("model", "yellow", f"not looked at: {reason}")]
+        return Preflight([*answers, Answer("model", "yellow", f"not looked at: {reason}")])
     template_kwargs = recipe.trainer.get("chat_template_kwargs") or {}
     template_answers = check_template(tokenizer, spread(prompts, _PROMPTS_RENDERED), template_kwargs)
     answers += template_answers
@@ -56,12 +63,12 @@ def run_preflight(prepared: Prepared, *, gpu_gib: float | None = None, probe: bo
         counts, answer = _lengths(prepared, tokenizer, config, template_kwargs)
         longest = max(counts, default=0)
         answers.append(answer)
-    fit = _fit(prepared, longest, gpu_gib)
+    fit, plan = _fit(prepared, longest, gpu_gib)
     if fit is not None:
         answers.append(fit)
     if probe:
         answers.append(_probe(prepared, tokenizer, template_kwargs))
-    return answers
+    return Preflight(answers, plan)
 
 
 def _model_config(prepared: Prepared) -> Any:
@@ -121,8 +128,8 @@ def _lengths(
     return counts, answer
 
 
-def _fit(prepared: Prepared, longest_prompt: int, gpu_gib: float | None) -> Answer | None:
-    """Return the planner's answer, or None where there is no card to plan for or no planner."""
+def _fit(prepared: Prepared, longest_prompt: int, gpu_gib: float | None) -> tuple[Answer | None, Any]:
+    """Return the planner's answer and its plan; None where there is no card to plan for, no planner or no plan."""
     import torch
 
     from trl_grpo_ext.preflight.fit import answer_of_plan, answer_without_plan
@@ -130,12 +137,12 @@ def _fit(prepared: Prepared, longest_prompt: int, gpu_gib: float | None) -> Answ
     if gpu_gib is None and torch.cuda.is_available():
         gpu_gib = torch.cuda.mem_get_info()[1] / 2**30
     if gpu_gib is None:
-        return None
+        return None, None
     from trl_grpo_ext.cli.run import trainer_config
 
     planner = load_planner()
     if planner is None:
-        return None
+        return None, None
     try:
         recipe = prepared.recipe
         args = trainer_config(recipe, recipe.base_dir)
@@ -144,8 +151,8 @@ def _fit(prepared: Prepared, longest_prompt: int, gpu_gib: float | None) -> Answ
             model, args, _lora(recipe.peft), budget_gib=gpu_gib, prompt_len=max(longest_prompt, 1)
         )
     except Exception as error:  # a plan that cannot be made must not keep a run from starting
-        return answer_without_plan(gpu_gib, error)
-    return answer_of_plan(plan, gpu_gib)
+        return answer_without_plan(gpu_gib, error), None
+    return answer_of_plan(plan, gpu_gib), plan
 
 
 def load_planner() -> Any:

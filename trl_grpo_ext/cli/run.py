@@ -42,7 +42,7 @@ MONITORS = ("accuracy_strict", "accuracy_lenient")
 
 
 def run_training(
-    prepared: Prepared, directory: RunDirectory, *, control: bool = False, resume: bool = False
+    prepared: Prepared, directory: RunDirectory, *, control: bool = False, resume: bool = False, plan: Any = None
 ) -> dict[str, Any]:
     """Train a prepared recipe, evaluate it before and after, and write every result; return the summary.
 
@@ -51,6 +51,7 @@ def run_training(
         directory: an opened run directory.
         control: True permutes the rewards within each step, so that nothing can be learnt.
         resume: True keeps the evaluation before training that an earlier part of the run made.
+        plan: a ``MemoryPlan`` to log beside the memory that is used.
     """
     console = Console(stderr=False)
     _quieten()
@@ -65,6 +66,8 @@ def run_training(
     )
     log = MetricsLog(directory.metrics)
     trainer = _build_trainer(prepared, args, control, [CheckpointMarker(), MetricsWriter(log)], say)
+    if plan is not None:
+        trainer.compare_memory_with(plan)
     display = ProgressDisplay(console, accuracy_key=_metric_key(trainer, MONITORS[0]))
     trainer.add_callback(ProgressCallback(display))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -63,18 +63,19 @@ def train(
     if check and is_main_process():
         _check_rewards(prepared)
     looks_first = preflight and is_main_process()
+    plan = None
     if looks_first and overwrite:  # before the earlier run's results are deleted
-        _preflight(prepared, gpu, probe)
+        plan = _preflight(prepared, gpu, probe)
     recipe_dir = prepared.recipe.trainer.get("output_dir") or Path("runs") / prepared.recipe.name
     directory = RunDirectory(output_dir or Path(recipe_dir))
     directory.open(prepared.recipe, resume=resume, overwrite=overwrite, control=shuffle_rewards)
 
     try:
         if looks_first and not overwrite and directory.checkpoint is None:
-            _preflight(prepared, gpu, probe)
+            plan = _preflight(prepared, gpu, probe)
         from trl_grpo_ext.cli.run import run_training
 
-        run_training(prepared, directory, control=shuffle_rewards, resume=resume)
+        run_training(prepared, directory, control=shuffle_rewards, resume=resume, plan=plan)
     finally:
         directory.close()
 
@@ -95,8 +96,8 @@ def _check_rewards(prepared: Prepared) -> None:
         raise typer.Exit(1)
 
 
-def _preflight(prepared: Prepared, gpu_gib: float | None, probe: bool) -> None:
-    """Print what is worth knowing before training.
+def _preflight(prepared: Prepared, gpu_gib: float | None, probe: bool) -> Any:
+    """Print what is worth knowing before training; return the memory plan, if one was made.
 
     Raises:
         ConfigurationError: for the first answer that means the run would fail or teach nothing.
@@ -107,8 +108,9 @@ def _preflight(prepared: Prepared, gpu_gib: float | None, probe: bool) -> None:
     from trl_grpo_ext.errors import ConfigurationError
     from trl_grpo_ext.preflight.report import print_answers
 
-    answers = run_preflight(prepared, gpu_gib=gpu_gib, probe=probe)
+    answers, plan = run_preflight(prepared, gpu_gib=gpu_gib, probe=probe)
     red = [answer for answer in answers if answer.colour == "red"]
     if red:
         raise ConfigurationError(f"pre-flight: {red[0].line} (--no-preflight trains all the same)")
     print_answers(answers, Console(), only_problems=True)
+    return plan
