@@ -164,6 +164,7 @@ def test_a_failing_simulation_leaves_the_bound(monkeypatch: pytest.MonkeyPatch) 
         raise NotImplementedError("aten::novel has no meta kernel")
 
     monkeypatch.setattr("trl_grpo_ext.memory.estimate.simulate", fail)
+    monkeypatch.setattr("trl_grpo_ext.memory.estimate._shallow_runs_kept", {})
     plan = quick("SmolLM2-135M", 24)
     assert (plan.fits, plan.tier) == ("uncertain", "T0")
     assert any("aten::novel" in line for line in plan.assumptions)
@@ -218,7 +219,8 @@ def test_plan_as_data_and_as_recipe() -> None:
     assert recipe["peft"] == {"r": 8}
     assert recipe["model"]["name"] == "HuggingFaceTB/SmolLM2-135M"
     assert "Fits" in plan.explain()
-    assert set(plan.planned_gib) == set(plan.phases)
+    assert {"generate", "train", "optimizer"} <= set(plan.planned_gib)
+    assert max(plan.planned_gib.values()) <= plan.process / GIB
 
 
 def test_bound_needs_no_torch() -> None:

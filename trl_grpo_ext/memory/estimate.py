@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from trl_grpo_ext.memory.caching_allocator import replay
 from trl_grpo_ext.memory.closed_forms import CUDA_CONTEXT_BYTES, VLLM_REMAINDER_BYTES, kv_cache_bytes
@@ -11,7 +11,7 @@ from trl_grpo_ext.memory.forwards import Rows
 from trl_grpo_ext.memory.job import Job
 from trl_grpo_ext.memory.mode import MemoryMode
 from trl_grpo_ext.memory.shapes import ModelShape
-from trl_grpo_ext.memory.simulate import Lora, Simulation, Workload, simulate
+from trl_grpo_ext.memory.simulate import Lora, Workload, simulate
 
 # Reserved over allocated where the trace is not replayed: what replays gave over the modes of docs/memory_plan.md.
 _UNREPLAYED = {True: 1.03, False: 1.08}
@@ -19,6 +19,20 @@ _UNREPLAYED = {True: 1.03, False: 1.08}
 _UNDER_PREDICTION = 1.05
 _UNDER_PREDICTION_QUANTISED = 1.08
 _MAX_EAGER_TOKENS = 4096
+
+
+class _Peaks(NamedTuple):
+    """What is kept of a simulation at one depth."""
+
+    peaks: dict[str, int]
+    breakdowns: dict[str, dict[str, int]]
+    host_bytes: int
+    seconds: float
+
+
+# By model, mode and work: a table of cards, and a search after another, ask for the same again.
+_shallow_runs_kept: dict[Any, list[_Peaks]] = {}
+_MAX_KEPT = 1000
 
 
 @dataclass
@@ -77,6 +91,7 @@ class Estimator:
         self.why_padded = self._find_why_padded()
         softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
         self.attn_implementation = attn_implementation or ("eager" if softcap else "sdpa")
+        self._model_key = f"{config.to_json_string(use_diff=False)} {lora}"
         self._kept: dict[Any, Any] = {}
 
     @classmethod
@@ -159,8 +174,8 @@ class Estimator:
         def stretch(low: int, high: int) -> int:
             return max(round(low + steps * (high - low)), 0)
 
-        peaks = [run.trace.peaks() for run in runs]
-        shares = [run.trace.breakdowns() for run in runs]
+        peaks = [run.peaks for run in runs]
+        shares = [run.breakdowns for run in runs]
         allocated = {phase: stretch(low, peaks[1].get(phase, low)) for phase, low in peaks[0].items()}
         phases: dict[str, dict[str, int]] = {}
         for phase, total in allocated.items():
@@ -175,16 +190,21 @@ class Estimator:
         host = stretch(runs[0].host_bytes, runs[1].host_bytes)
         return self._assemble(mode, phases, allocated, reserved, host, "T1", seconds)
 
-    def _shallow_runs(self, mode: MemoryMode, work: Workload, depths: tuple[int, int]) -> list[Simulation]:
+    def _shallow_runs(self, mode: MemoryMode, work: Workload, depths: tuple[int, int]) -> list[_Peaks]:
         """Return the simulations at two depths; vLLM's settings and the allocator's have no part in them."""
         bare = replace(mode, vllm_gpu_memory_utilization=None, vllm_enable_sleep_mode=False, expandable_segments=True)
-        key = (bare, work, depths)
-        if key not in self._kept:
-            self._kept[key] = [
+        key = (self._model_key, bare, work, depths)
+        if key not in _shallow_runs_kept:
+            runs = [
                 simulate(self.config, mode, work, self.lora, num_layers=d, num_steps=1, starts_with_states=True)
                 for d in depths
             ]
-        return self._kept[key]
+            if len(_shallow_runs_kept) >= _MAX_KEPT:
+                _shallow_runs_kept.clear()
+            _shallow_runs_kept[key] = [
+                _Peaks(run.trace.peaks(), run.trace.breakdowns(), run.host_bytes, run.seconds) for run in runs
+            ]
+        return _shallow_runs_kept[key]
 
     def _in_full(self, mode: MemoryMode) -> Estimate:
         run = simulate(self.config, mode, self.work(mode), self.lora)

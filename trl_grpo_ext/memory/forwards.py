@@ -71,7 +71,10 @@ def log_probs(model: nn.Module, path: Path, rows: Rows) -> torch.Tensor:
     if path == "padded":
         return _padded(model, rows)
     tokens = torch.zeros(rows.num_rows, rows.prompt_tokens + rows.completion_tokens, dtype=torch.long)
-    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    outputs = model(input_ids=tokens, labels=tokens, use_cache=False)
+    # Whoever calls a model for its loss holds the logits beside it until the backward is done.
+    outputs.loss.logits = outputs.logits
+    return outputs.loss
 
 
 def prefill(model: nn.Module, rows: Rows, *, packed: bool, max_tokens: int = 4096) -> torch.Tensor:

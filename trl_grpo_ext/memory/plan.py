@@ -85,12 +85,14 @@ class MemoryPlan:
 
     @property
     def planned_gib(self) -> dict[str, float]:
-        """Tensors of each phase in GiB, as ``MemoryWatch`` compares them."""
+        """Tensors of each phase in GiB, under the names by which ``MemoryWatch`` compares them."""
         beside = ("reserved, unused", "CUDA context", "vLLM")
-        return {
-            phase: sum(size for name, size in parts.items() if name not in beside) / GIB
-            for phase, parts in self.phases.items()
-        }
+        planned: dict[str, float] = {}
+        for phase, parts in self.phases.items():
+            name = "train" if phase in ("forward", "backward") else phase
+            held = sum(size for category, size in parts.items() if category not in beside) / GIB
+            planned[name] = max(planned.get(name, 0.0), held)
+        return planned
 
     def explain(self) -> str:
         """Return the plan in a few sentences."""

@@ -19,6 +19,7 @@ from torch import nn
 from trl_grpo_ext.learner.device import planning_for_accelerator
 from trl_grpo_ext.learner.scoring import unwrap
 from trl_grpo_ext.memory.closed_forms import CUBLAS_WORKSPACE_BYTES, CUBLAS_WORKSPACES, sampling_bytes
+from trl_grpo_ext.memory.cuda_rules import cuda_softmax
 from trl_grpo_ext.memory.fake_model import DTYPES, build_on_meta, give_storage, trainable
 from trl_grpo_ext.memory.forwards import Path, Rows, log_probs, prefill, prepare
 from trl_grpo_ext.memory.hollow import HollowMode
@@ -130,7 +131,7 @@ def simulate(
     prepare(model, work.path, work.attn_implementation)
     hollow: Any = contextlib.nullcontext() if on_real_tensors else HollowMode()
     tracker = StorageTracker()
-    with _quiet_checkpointing(), planning_for_accelerator(as_on_cuda), hollow, tracker:
+    with _quiet_checkpointing(), planning_for_accelerator(as_on_cuda), cuda_softmax(as_on_cuda), hollow, tracker:
         run = _Run(model, mode, work, tracker, as_on_cuda, optim or mode.optim, fills=on_real_tensors)
         if starts_with_states:
             run.make_states()
