@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,6 +103,9 @@ def test_gradient_error_notices_a_difference() -> None:
     theirs = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0])}
     assert gradient_error(dict(theirs), theirs) == 0.0
     assert gradient_error({"a": torch.tensor([3.0, 0.5]), "b": torch.tensor([4.0])}, theirs) == pytest.approx(0.1)
+    zero = {name: torch.zeros_like(gradient) for name, gradient in theirs.items()}
+    assert math.isnan(gradient_error(dict(zero), zero)), "dead groups on both sides compare nothing"
+    assert gradient_error(theirs, zero) == math.inf
     with pytest.raises(BenchError, match="not the same tensors"):
         gradient_error({"a": theirs["a"]}, theirs)
 
@@ -150,6 +154,9 @@ def test_figures_of_the_table() -> None:
     assert c.tokens_per_second("trl") == pytest.approx(150 / 42)
     assert c.above_floor == 2.0  # (2 + 2) / (1 + 1)
     assert "**5.00** [4.00, 10.00]" in markdown([c])
+    assert "all rewards equal" in markdown([comparison(gradient_error=math.nan)])
+    half = [TokenCounts(10, 50, 5, scored_share=0.5)] * 3
+    assert comparison(counts={"trl": half, "ours": half}).scored_share == 0.5
 
 
 def test_dead_groups_are_spread_and_paid_alike() -> None:

@@ -220,11 +220,19 @@ def test_a_server_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPat
         assert pool.run_program("print(1)").reason == "ok"
         monkeypatch.setattr(process, "START_TIMEOUT_S", 2.0)
         waiting = pool._servers[0].process_id
-        for pid in [waiting, *map(int, Path(f"/proc/{waiting}/task/{waiting}/children").read_text().split())]:
+        stopped = [waiting, *map(int, Path(f"/proc/{waiting}/task/{waiting}/children").read_text().split())]
+        for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
         results = pool.run_programs([("print(1)", "")] * 4)
         assert [result.reason for result in results] == ["ok"] * 4
         assert pool.counters["restarts"] >= 1
+    time.sleep(0.1)  # whoever adopts them has to notice
+    alive = [
+        pid
+        for pid in stopped
+        if Path(f"/proc/{pid}/stat").is_file() and " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    ]
+    assert alive == []
 
 
 def test_a_long_message_on_the_private_channel_is_not_parsed(pool: SandboxPool) -> None:

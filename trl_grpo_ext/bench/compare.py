@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import statistics
 import tempfile
@@ -82,6 +83,12 @@ class Comparison:
         return sum(counts.num_completion for counts in self.counts[side]) / total
 
     @property
+    def scored_share(self) -> float:
+        """Share of our completion tokens that had a gradient; the rest were in groups with equal rewards."""
+        total = sum(counts.num_completion for counts in self.counts["ours"])
+        return sum(counts.num_completion * counts.scored_share for counts in self.counts["ours"]) / max(total, 1)
+
+    @property
     def above_floor(self) -> float:
         """Our sampling, forward and backward over their floor, in the last step."""
         last = self.steps["ours"][-1]
@@ -100,6 +107,7 @@ class Comparison:
             "peak_bytes": self.peak_bytes,
             "memory_ratio": self.memory_ratio,
             "gradient_error": self.gradient_error,
+            "scored_share": self.scored_share,
             "floor_seconds": self.floor._asdict(),
             "above_floor": self.above_floor,
             "steps": self.steps,
@@ -192,7 +200,7 @@ def _turn(connection: Connection, side: str) -> dict[str, Any]:
 
 
 def gradient_error(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """Return |ours - theirs| / |theirs|, Euclidean, over all tensors.
+    """Return |ours - theirs| / |theirs|, Euclidean, over all tensors; NaN where both are zero, as in dead groups.
 
     Raises:
         BenchError: the two did not train the same tensors.
@@ -201,4 +209,6 @@ def gradient_error(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor
         raise BenchError(f"not the same tensors have gradients: {sorted(ours.keys() ^ theirs.keys())[:3]} …")
     difference = sum(float((ours[name].double() - theirs[name].double()).square().sum()) for name in theirs)
     size = sum(float(gradient.double().square().sum()) for gradient in theirs.values())
-    return (difference / size) ** 0.5 if size else float(difference > 0)
+    if size == 0:
+        return math.inf if difference else math.nan
+    return (difference / size) ** 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +22,9 @@ _GIB = 2**30
 def table(comparison: Comparison) -> Table:
     """Return seconds and ratios by phase, with the rest of the figures in the caption."""
     c = comparison
-    result = Table(title=f"{c.job}: {c.about} ({c.dtype}, {c.num_threads} threads)", title_justify="left")
+    result = Table(
+        title=f"{c.job}: {c.about} ({c.dtype}, {c.num_threads} thread{'s' * (c.num_threads > 1)})", title_justify="left"
+    )
     for heading in ("phase", "TRL, s", "ours, s", "ratio", "from", "to"):
         result.add_column(heading, justify="left" if heading == "phase" else "right")
     for phase in PHASES:
@@ -31,9 +34,10 @@ def table(comparison: Comparison) -> Table:
         result.add_row(_NAMES.get(phase, phase), *seconds, *spread, style="bold" if phase == "step" else None)
     peaks = [c.peak_bytes[side] / _GIB for side in SIDES]
     result.caption = (
-        f"medians of {len(c.steps['ours'])} steps; peak memory {peaks[0]:.2f} and {peaks[1]:.2f} GiB, ours/TRL "
+        f"medians of {len(c.steps['ours'])} timed step(s); peak memory {peaks[0]:.2f} and {peaks[1]:.2f} GiB, ours/TRL "
         f"{c.memory_ratio:.2f}; {c.tokens_per_second('trl'):.0f} and {c.tokens_per_second('ours'):.0f} tokens/s; "
-        f"gradient error on the same rollouts {c.gradient_error:.1e}; ours is {c.above_floor:.1f} times its floor of "
+        f"gradient error on the same rollouts {_error(c)}; {100 * c.scored_share:.0f} % of the tokens were in groups "
+        f"whose rewards differ, the others cost us no pass; ours is {c.above_floor:.1f} times its floor of "
         f"{sum(c.floor):.2f} s"
     )
     result.caption_justify = "left"
@@ -58,11 +62,15 @@ def markdown(comparisons: Sequence[Comparison]) -> str:
             *(f"{c.ratio(phase).median:.2f}" for phase in ("rollout", "forward_backward")),
             *(f"{c.peak_bytes[side] / _GIB:.2f}" for side in SIDES),
             f"**{c.memory_ratio:.2f}**",
-            f"{c.gradient_error:.0e}",
+            _error(c),
             f"{c.above_floor:.1f}×",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _error(c: Comparison) -> str:
+    return "none: all rewards equal" if math.isnan(c.gradient_error) else f"{c.gradient_error:.0e}"
 
 
 def plot(path: Path, comparisons: Sequence[Comparison]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -182,11 +183,23 @@ class ForkServer:
         try:
             self._process.wait(2)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            # A stopped process does not see that the socket closed, and would stay when its parent is gone.
+            for pid in [*_descendants(self._process.pid), self._process.pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             self._process.wait()
         self._log.close()
         with contextlib.suppress(OSError):
             os.rmdir(self._folder)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return the processes below ``pid``, the deepest first."""
+    try:
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+    return [found for child in children for found in (*_descendants(child), child)]
 
 
 class Confined:
