@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -36,7 +37,9 @@ def evaluate(
 
     from trl_grpo_ext.cli.run import run_evaluation
 
-    result = run_evaluation(prepared, folder, num_samples=sampled, seed=seed, quiet=as_json)
+    result = run_evaluation(
+        prepared, folder, num_samples=sampled, seed=seed, quiet=as_json, as_trained=not _sets_memory(overrides or ())
+    )
     if as_json:
         print(json.dumps(result.to_dict(), indent=2))
         return
@@ -49,3 +52,9 @@ def evaluate(
     if sampled > 1:
         print(f"strict in at least one of {sampled} samples: {100 * result.pass_any:.1f} %")
     print(f"tokens per completion {result.mean_tokens:.1f}, cut off {100 * result.truncated:.1f} %")
+
+
+def _sets_memory(overrides: Sequence[str]) -> bool:
+    """Return whether ``--set`` names a memory mode, which then wins over what the checkpoint was trained with."""
+    keys = (override.partition("=")[0].strip().removeprefix("trainer.") for override in overrides)
+    return any(key.split(".")[0] == "memory" for key in keys)

@@ -26,6 +26,7 @@ from trl_grpo_ext.config import GroupRelativeConfig
 from trl_grpo_ext.data.splits import to_dataset
 from trl_grpo_ext.errors import ConfigurationError, GroupRelativeError
 from trl_grpo_ext.memory.adapter import find_adapter, is_peft_model
+from trl_grpo_ext.memory.record import load_record
 from trl_grpo_ext.memory.trainable import lora_config
 from trl_grpo_ext.models import load_tokenizer, resolve_model
 from trl_grpo_ext.monitor.callbacks import CheckpointMarker, MetricsWriter, ProgressCallback
@@ -116,7 +117,13 @@ def run_training(
 
 
 def run_evaluation(
-    prepared: Prepared, checkpoint: Path | None, *, num_samples: int = 0, seed: int = 0, quiet: bool = False
+    prepared: Prepared,
+    checkpoint: Path | None,
+    *,
+    num_samples: int = 0,
+    seed: int = 0,
+    quiet: bool = False,
+    as_trained: bool = True,
 ) -> EvalResult:
     """Return the accuracy of a checkpoint (None: of the untrained model) on the held-out rows.
 
@@ -126,13 +133,19 @@ def run_evaluation(
         num_samples: 0 decodes greedily, otherwise completions per prompt at the trainer's temperature.
         seed: of the sampling.
         quiet: True prints nothing on the way.
+        as_trained: as in ``load_policy``.
     """
     _quieten()
     console = Console(stderr=True, quiet=quiet)
     recipe = prepared.recipe
     if prepared.strict is None or prepared.lenient is None:
         raise ConfigurationError("the held-out rows have no answer to compare with; set data.answer")
-    model = load_policy(recipe, checkpoint, announce=lambda line: console.print(line, highlight=False, markup=False))
+    model = load_policy(
+        recipe,
+        checkpoint,
+        announce=lambda line: console.print(line, highlight=False, markup=False),
+        as_trained=as_trained,
+    )
     tokenizer = _tokenizer(recipe, checkpoint)
     rows = prepared.splits.held_out[: recipe.eval.limit]
     chosen = {name: recipe.trainer[name] for name in SAMPLING_DEFAULTS if recipe.trainer.get(name) is not None}
@@ -160,13 +173,17 @@ def run_evaluation(
     )
 
 
-def load_policy(recipe: Recipe, checkpoint: Path | None, *, announce: Any = lambda _line: None) -> Any:
+def load_policy(
+    recipe: Recipe, checkpoint: Path | None, *, announce: Any = lambda _line: None, as_trained: bool = True
+) -> Any:
     """Return the recipe's model with the weights of a checkpoint, in evaluation mode, on the GPU if there is one.
 
     Args:
         recipe: names the base model.
         checkpoint: a folder with an adapter or a whole model; None for the base model itself.
         announce: called with one line before slow work.
+        as_trained: True stores the base in the bits that the checkpoint's run trained on, whatever the recipe says of
+            ``memory``; False goes by the recipe.
     """
     whole = checkpoint is not None and not (checkpoint / "adapter_config.json").is_file()
     base = str(checkpoint) if whole else resolve_model(recipe.model.name, announce=announce)
@@ -176,7 +193,8 @@ def load_policy(recipe: Recipe, checkpoint: Path | None, *, announce: Any = lamb
     # Without a checkpoint, what training starts from.
     adapter = None if whole else checkpoint or recipe.trainer.get("adapter")
     fp16 = bool(recipe.trainer.get("fp16"))
-    model: Any = load_base(base, kwargs, recipe.trainer.get("memory"), fp16=fp16)
+    record = load_record(checkpoint) if as_trained and checkpoint is not None and not whole else None
+    model: Any = load_base(base, kwargs, recipe.trainer.get("memory"), fp16=fp16, record=record)
     if adapter is not None:
         from peft import PeftModel
 

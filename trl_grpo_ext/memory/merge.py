@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_grpo_ext.errors import ConfigurationError
 from trl_grpo_ext.memory.adapter import base_of_adapter, find_adapter
-from trl_grpo_ext.memory.record import PolicyRecord, load_record
+from trl_grpo_ext.memory.record import PolicyRecord, load_record, loading_keywords
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -61,12 +61,9 @@ def merge_adapter(
 
 def _load_base(name: str, record: PolicyRecord, dtype: torch.dtype) -> Any:
     """Return the base in plain numbers, of the values that quantisation left where the record names one."""
-    kwargs: dict[str, Any] = {"dtype": getattr(torch, record.dtype or "", dtype)}
-    stored = getattr(AutoConfig.from_pretrained(name), "quantization_config", None)
-    if record.quantization is not None and stored is None:
-        kwargs["quantization_config"] = BitsAndBytesConfig.from_dict(record.quantization)
+    kwargs: dict[str, Any] = {"dtype": dtype, **loading_keywords(record, name)}
     model: Any = AutoModelForCausalLM.from_pretrained(name, **kwargs)
-    if stored is not None or record.quantization is not None:
+    if getattr(model.config, "quantization_config", None) is not None:
         model = model.dequantize()
     return model.to(dtype)
 

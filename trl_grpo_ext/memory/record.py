@@ -40,6 +40,26 @@ def load_record(folder: Path) -> PolicyRecord:
     return PolicyRecord(**{name: values.get(name) for name in PolicyRecord._fields})
 
 
+def loading_keywords(record: PolicyRecord, base: str, **hub: Any) -> dict[str, Any]:
+    """Return the keywords of ``from_pretrained`` that store a base as training saw it; empty if it was not quantised.
+
+    Args:
+        record: Of the run.
+        base: A directory or a hub id. One that is published quantised needs no keywords: it is always loaded as it is.
+        **hub: ``revision`` and ``trust_remote_code``, as for the base itself.
+    """
+    if record.quantization is None:
+        return {}
+    from transformers import AutoConfig, BitsAndBytesConfig
+
+    if getattr(AutoConfig.from_pretrained(base, **hub), "quantization_config", None) is not None:
+        return {}
+    keywords: dict[str, Any] = {"quantization_config": BitsAndBytesConfig.from_dict(record.quantization)}
+    if record.dtype is not None:
+        keywords["dtype"] = record.dtype
+    return keywords
+
+
 def check_kl_reference(recorded: str, asked: str | None, folder: Path) -> None:
     """Raise ConfigurationError if a run is resumed against another reference than it was started with."""
     if asked is not None and asked != recorded:
