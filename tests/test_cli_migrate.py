@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import runpy
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ pytest.importorskip("libcst")
 import torch
 from tiny import save_tiny, tiny_config, tiny_tokenizer
 
+from trl_grpo_ext import GroupRelativeConfig
 from trl_grpo_ext.cli.migrate import migrate
 from trl_grpo_ext.compat.migrate import migrate_source, unified_diff
 from trl_grpo_ext.compat.migrate_notebook import migrate_notebook
@@ -23,13 +26,15 @@ from trl_grpo_ext.compat.migrate_rules import GRPO_KEYWORDS, MOVED, trl_has
 from trl_grpo_ext.errors import DataError, MissingDependencyError
 
 OLD = Path(__file__).parent / "compat" / "old_scripts"
+# A bare pip may belong to another Python than the one that misses the package.
+PIP = re.escape(f"{shlex.quote(sys.executable)} -m pip install")
 SCRIPTS = sorted(path.stem for path in OLD.glob("*.py"))
 
 # What each script leaves to a person, by line; the texts are looked for inside the remarks.
 REMARKS: dict[str, list[tuple[int, str]]] = {
     "adaptive_kl": [(10, "gamma=0.99: rewards are not discounted")],
     "custom_collator": [],
-    "grpo": [(18, "max_prompt_length is dropped"), (18, "use_liger_loss is dropped")],
+    "grpo": [(18, "use_liger_loss is dropped")],
     "hf_argparser": [(27, "value_model is not passed on: delete where it is loaded")],
     "list_dataset": [(12, "keywords in * or ** of PPOv2Config"), (33, "value is not passed on")],
     "lora": [(46, "'ppo/loss/value' came from the critic")],
@@ -247,6 +252,31 @@ def test_what_a_person_must_decide(code: str, remark: str) -> None:
     assert remark in " ".join(r.text for r in migrate_source(code).remarks)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("max_prompt_length=64", 'max_prompt_length=64, overlong_prompts="truncate"'),
+        ("seed=1, max_prompt_length=n", 'seed=1, max_prompt_length=n, overlong_prompts="truncate"'),
+        (
+            "\n    max_prompt_length=64,  # of 2048\n    seed=1,\n",
+            '\n    max_prompt_length=64,  # of 2048\n    overlong_prompts="truncate",\n    seed=1,\n',
+        ),
+        (
+            "\n    seed=1,  # any\n    max_prompt_length=64,\n",
+            '\n    seed=1,  # any\n    max_prompt_length=64,\n    overlong_prompts="truncate",\n',
+        ),
+        ('max_prompt_length=64, overlong_prompts="drop"', 'max_prompt_length=64, overlong_prompts="drop"'),
+        ("max_prompt_length=None", "max_prompt_length=None"),
+    ],
+)
+def test_a_limit_on_prompts_stays_and_cuts_as_it_did(before: str, after: str) -> None:
+    result = migrate_source(f"from trl import GRPOConfig\nargs = GRPOConfig({before})\n")
+    assert result.code.split("GroupRelativeConfig", 2)[2] == f"({after})\n"
+    assert not result.remarks
+    values = eval(f"dict({after})", {"n": 64})
+    assert GroupRelativeConfig(output_dir="x", use_cpu=True, bf16=False, **values).max_prompt_length in (64, None)
+
+
 def test_the_rules_know_the_installed_trl() -> None:
     assert trl_has("trl", "GRPOTrainer")
     assert trl_has("trl.trainer.utils", "pad")
@@ -302,7 +332,7 @@ def test_the_command_refuses_what_it_cannot_read(tmp_path: Path) -> None:
 def test_without_libcst_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "libcst", None)
     monkeypatch.delitem(sys.modules, "trl_grpo_ext.compat.migrate")
-    with pytest.raises(MissingDependencyError, match=r"pip install 'trl-grpo-ext\[migrate\]'"):
+    with pytest.raises(MissingDependencyError, match=PIP + r" 'trl-grpo-ext\[migrate\]'"):
         import trl_grpo_ext.compat.migrate  # noqa: F401
 
 

@@ -228,6 +228,8 @@ class Rewriter(libcst.CSTTransformer):
                 self.remark(original, rule.remark)
             if rule.name is not None and not (rule.name != arg.keyword.value and _has_keyword(call, rule.name)):
                 arguments.append(arg.with_changes(keyword=libcst.Name(rule.name)))
+                if rule.added is not None and not _has_keyword(call, rule.added[0]):
+                    arguments[-1:] = _beside(call, arg, *rule.added)
         return _with_arguments(call, arguments)
 
     def _from_pretrained(self, original: libcst.Call, call: libcst.Call) -> libcst.Call:
@@ -311,6 +313,30 @@ def _with_arguments(call: libcst.Call, arguments: Sequence[libcst.Arg]) -> libcs
         last = arguments[-1].with_changes(comma=old.comma, whitespace_after_arg=old.whitespace_after_arg)
         arguments = [*arguments[:-1], last]
     return call.with_changes(args=arguments)
+
+
+def _beside(call: libcst.Call, arg: libcst.Arg, name: str, value: str) -> list[libcst.Arg]:
+    """Return ``arg``, a keyword argument of ``call``, and ``name=value`` after it, set apart like its neighbours."""
+    added = arg.with_changes(keyword=libcst.Name(name), value=libcst.parse_expression(value))
+    position = next(number for number, other in enumerate(call.args) if other is arg)
+    if position < len(call.args) - 1:
+        return [arg, added.with_changes(comma=_without_comment(arg.comma))]
+    # The last one keeps what closes the call; the comma between the two is copied from the one before them.
+    comma = call.args[position - 1].comma if position else None
+    return [
+        arg.with_changes(comma=_without_comment(comma), whitespace_after_arg=libcst.SimpleWhitespace("")),
+        added,
+    ]
+
+
+def _without_comment(comma: Any) -> libcst.Comma:
+    """Return a copy of a comma and of the white space after it, or a plain one where there is none."""
+    if not isinstance(comma, libcst.Comma):
+        return libcst.Comma(whitespace_after=libcst.SimpleWhitespace(" "))
+    space = comma.whitespace_after
+    if isinstance(space, libcst.ParenthesizedWhitespace):
+        space = space.with_changes(first_line=libcst.TrailingWhitespace(), empty_lines=[])
+    return comma.with_changes(whitespace_after=space)
 
 
 def _import_line(module: str, entries: Sequence[str]) -> libcst.SimpleStatementLine:

@@ -47,7 +47,6 @@ GRPO_KEYWORDS: dict[str, str | None] = {
     "wandb_log_unique_prompts": "log_unique_prompts",
     "use_transformers_paged": "use_transformers_continuous_batching",
     "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
-    "max_prompt_length": None,
     "use_liger_loss": None,
     "vllm_device": None,
     "vllm_dtype": None,
@@ -75,10 +74,17 @@ CRITIC_STATS = re.compile(r"^(ppo/(loss/value|val/|returns/)|loss/value_avg|val/
 
 
 class Keyword(NamedTuple):
-    """What to do with one keyword of a configuration: a new name, or None to drop it, and a remark for the list."""
+    """What to do with one keyword of a configuration.
+
+    Attributes:
+        name: Its new name; None drops it.
+        remark: A sentence for the list of what a person must decide.
+        added: Name and source text of an argument that must stand beside it; None: none.
+    """
 
     name: str | None
     remark: str = ""
+    added: tuple[str, str] | None = None
 
 
 def config_keyword(name: str, value: str, era: str) -> Keyword:
@@ -93,7 +99,7 @@ def config_keyword(name: str, value: str, era: str) -> Keyword:
         new = REMOVED_ARGUMENTS[name]
         return Keyword(new) if new and new != "optim" else Keyword(None if new is None else name)
     if era == "grpo":
-        return _grpo_keyword(name)
+        return _grpo_keyword(name, value)
     if name in OUTPUT_ONLY or (era == "v2" and name in ("batch_size", "mini_batch_size", "sanity_check")):
         return Keyword(None)
     if name in GONE_KEYWORDS:
@@ -112,7 +118,10 @@ def config_keyword(name: str, value: str, era: str) -> Keyword:
     return Keyword(name)
 
 
-def _grpo_keyword(name: str) -> Keyword:
+def _grpo_keyword(name: str, value: str) -> Keyword:
+    if name == "max_prompt_length" and value != "None":
+        # The old trainer cut the start of longer prompts; our own default leaves such rows out.
+        return Keyword(name, added=("overlong_prompts", '"truncate"'))
     if name in GRPO_KEYWORDS:
         new = GRPO_KEYWORDS[name]
         if new is None:
