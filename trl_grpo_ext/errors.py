@@ -7,6 +7,8 @@ one line and exits with 2; anything else is a bug and keeps its traceback.
 from __future__ import annotations
 
 import difflib
+import shlex
+import sys
 from collections.abc import Iterable
 
 
@@ -44,6 +46,14 @@ class SandboxError(GroupRelativeError, RuntimeError):
 
 class SeamError(GroupRelativeError, RuntimeError):
     """The installed TRL does not have the private method that this package builds on."""
+
+
+def install_command(package: str) -> str:
+    """Return the shell command that installs ``package`` for the running Python, whichever ``pip`` comes first in PATH.
+
+    ``package`` is what pip is to get, for example ``"trl-grpo-ext[qlora]"``.
+    """
+    return f"{shlex.quote(sys.executable)} -m pip install {shlex.quote(package)}"
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

@@ -6,6 +6,8 @@ import copy
 import importlib.machinery
 import logging
 import pickle
+import re
+import shlex
 import sys
 import types
 from pathlib import Path
@@ -250,7 +252,8 @@ def test_bitsandbytes_is_asked_for_by_name(base: str, tmp_path: Path, monkeypatc
     from trl_grpo_ext.memory import modes
 
     monkeypatch.setattr(modes.importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(ImportError, match=r"base='nf4' needs bitsandbytes.*pip install 'trl-grpo-ext\[qlora\]'"):
+    pip = re.escape(f"{shlex.quote(sys.executable)} -m pip install")
+    with pytest.raises(ImportError, match=rf"base='nf4' needs bitsandbytes.*run: {pip} 'trl-grpo-ext\[qlora\]'$"):
         make(tmp_path, base, memory="qlora")
     with pytest.raises(ImportError, match="optim='adamw_8bit' needs bitsandbytes"):
         make(tmp_path, base, memory={"optim": "adamw_8bit"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trl_grpo_ext.errors import ConfigurationError, MissingDependencyError
+from trl_grpo_ext.errors import ConfigurationError, MissingDependencyError, install_command
 
 GIB = 2**30
 
@@ -23,7 +23,9 @@ def plot_plan(plan: Any, path: Path) -> None:
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise MissingDependencyError("--plot needs matplotlib; run: pip install 'trl-grpo-ext[report]'") from error
+        raise MissingDependencyError(
+            f"--plot needs matplotlib; run: {install_command('trl-grpo-ext[report]')}"
+        ) from error
     from trl_grpo_ext.cli.plan import _categories
 
     phases = list(plan.phases)

@@ -9,12 +9,14 @@ import difflib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from trl_grpo_ext.errors import DataError, MissingDependencyError
+from trl_grpo_ext.errors import DataError, MissingDependencyError, install_command
 
 try:
     import libcst
 except ImportError as error:
-    raise MissingDependencyError("`trl-grpo migrate` needs libcst: pip install 'trl-grpo-ext[migrate]'.") from error
+    raise MissingDependencyError(
+        f"`trl-grpo migrate` needs libcst; run: {install_command('trl-grpo-ext[migrate]')}"
+    ) from error
 
 from trl_grpo_ext.compat.migrate_collect import collect
 from trl_grpo_ext.compat.migrate_rewrite import Rewriter

@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from trl_grpo_ext.errors import ConfigurationError, MissingDependencyError
+from trl_grpo_ext.errors import ConfigurationError, MissingDependencyError, install_command
 from trl_grpo_ext.memory.mode import MemoryMode
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def check_optimiser(optim: str) -> None:
 def _need_bitsandbytes(what: str) -> None:
     if importlib.util.find_spec("bitsandbytes") is None:
         raise MissingDependencyError(
-            f"memory: {what} needs bitsandbytes, which is not installed; run: pip install 'trl-grpo-ext[qlora]'"
+            f"memory: {what} needs bitsandbytes, which is not installed; run: {install_command('trl-grpo-ext[qlora]')}"
         )
 
 
