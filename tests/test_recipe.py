@@ -196,3 +196,12 @@ def test_an_adapter_is_looked_up_beside_the_recipe(tmp_path: Path) -> None:
     recipe = parse_recipe({**RAW, "trainer": {"adapter": "sft"}}, tmp_path / "r.yaml")
     assert recipe.trainer["adapter"] == str(tmp_path / "sft")
     assert parse_recipe({**RAW, "trainer": {"adapter": "org/sft"}}, tmp_path / "r.yaml").trainer["adapter"] == "org/sft"
+
+
+def test_an_adapter_and_a_peft_section_are_refused_with_the_words_of_a_recipe(tmp_path: Path) -> None:
+    raw = {**RAW, "trainer": {"adapter": "org/sft"}, "peft": {"r": 4}}
+    with pytest.raises(
+        ConfigurationError, match=r"trainer\.adapter is 'org/sft'.*remove the peft section \(--set peft=null"
+    ):
+        parse_recipe(raw, tmp_path / "r.yaml")
+    assert parse_recipe({**raw, "peft": None}, tmp_path / "r.yaml").peft is None

@@ -162,7 +162,7 @@ def parse_recipe(raw: Mapping[str, Any], path: Path) -> Recipe:
     trainer = _mapping(raw.get("trainer"), "trainer")
     _check_fields(trainer, trainer_fields(), "trainer", also_bool=_ALSO_BOOL)
     _settle_memory(trainer, raw.get("memory"), has_peft=_peft(raw.get("peft")) is not None)
-    _find_adapter(trainer, path.resolve().parent)
+    _settle_adapter(trainer, path.resolve().parent, has_peft=_peft(raw.get("peft")) is not None)
     recipe = Recipe(
         path=path,
         model=_model(raw["model"]),
@@ -363,9 +363,18 @@ def _settle_memory(trainer: dict[str, Any], memory: Any, *, has_peft: bool) -> N
         )
 
 
-def _find_adapter(trainer: dict[str, Any], base_dir: Path) -> None:
-    """Make an adapter's directory beside the recipe file absolute."""
+def _settle_adapter(trainer: dict[str, Any], base_dir: Path, *, has_peft: bool) -> None:
+    """Make an adapter's directory beside the recipe file absolute.
+
+    Raises:
+        ConfigurationError: if there is a peft section, which would make a new adapter, too.
+    """
     adapter = trainer.get("adapter")
+    if adapter is not None and has_peft:
+        raise ConfigurationError(
+            f"trainer.adapter is {adapter!r}, an adapter that brings its own configuration, but the recipe has a peft "
+            "section, which makes a new one; remove the peft section (--set peft=null) or trainer.adapter"
+        )
     if adapter is not None and (base_dir / Path(adapter).expanduser()).is_dir():
         trainer["adapter"] = str(base_dir / Path(adapter).expanduser())
 
