@@ -50,6 +50,7 @@ SLIPS = [
     ("trainer.num_generation=4", "trainer has no key 'num_generation'. Did you mean 'num_generations'?"),
     ("trainer.learning_rate=fast", "trainer.learning_rate is 'fast' (str); it must be of type float"),
     ("trainer.logging_steps=true", "trainer.logging_steps is True (bool); it must be of type float"),
+    ("peft.rank=16", "peft has no key 'rank'. Did you mean 'r'?"),
     ("peft.lora_alfa=8", "peft has no key 'lora_alfa'. Did you mean 'lora_alpha'?"),
     ("eval.batchsize=8", "eval has no key 'batchsize'. Did you mean 'batch_size'?"),
     ("data.promt=question", "data has no key 'promt'. Did you mean 'prompt'?"),
@@ -193,9 +194,19 @@ def test_wrong_calls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Missing argument" in refusal(capsys, "train")
     assert "contradict each other" in refusal(capsys, "train", recipe, "--resume", "--overwrite")
     assert "there is no directory" in refusal(capsys, "eval", recipe, "--checkpoint", str(folder / "nowhere"))
-    assert "holds no model" in refusal(capsys, "eval", recipe, "--checkpoint", str(folder))
+    assert "--checkpoint: " in refusal(capsys, "eval", recipe, "--checkpoint", str(folder))
+    line = refusal(capsys, "merge", str(folder), "-o", str(folder / "merged"))
+    assert line == f"CHECKPOINT: {str(folder)!r} holds no model and no whole checkpoint"
     line = refusal(capsys, "eval", recipe, "--set", "data.held_out=0")
     assert line.startswith("the recipe holds nothing out to evaluate on")
+
+
+def test_the_bare_command_prints_its_help_and_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([])
+    captured = capsys.readouterr()
+    assert "Usage" in captured.out + captured.err
+    assert "error" not in captured.err
 
 
 def test_output_directory_of_another_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,9 +214,13 @@ def test_output_directory_of_another_run(folder: Path, capsys: pytest.CaptureFix
     (out / "checkpoint-3").mkdir(parents=True)
     line = refusal(capsys, "train", recipe, "--output-dir", str(out))
     assert "holds an earlier run; continue it with --resume" in line
-    (out / "recipe.yaml").write_text(GOOD.replace("[exact]", "[math]") + "control: false\n")
+    (out / "recipe.yaml").write_text(GOOD.replace("[exact]", "[math]"))
     line = refusal(capsys, "train", recipe, "--output-dir", str(out), "--resume")
     assert line.startswith("--resume: rewards was ['math'] in the earlier run and is ['exact'] now")
+    (out / "recipe.yaml").write_text(GOOD)
+    (out / "run.json").write_text('{"control": true}')
+    line = refusal(capsys, "train", recipe, "--output-dir", str(out), "--resume")
+    assert line.startswith("--resume: control was True in the earlier run and is False now")
     (folder / "file").touch()
     assert "is a file" in refusal(capsys, "train", recipe, "--output-dir", str(folder / "file"))
 

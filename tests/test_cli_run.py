@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import yaml
 from tiny import save_tiny
 
 from trl_grpo_ext.cli.main import main
+from trl_grpo_ext.recipe import parse_recipe
 
 LETTERS = """
 def letters(completions, **_):
@@ -60,7 +62,7 @@ def trained(folder: Path) -> Path:
     return folder / "out"
 
 
-def test_every_result_is_there(trained: Path) -> None:
+def test_every_result_is_there(folder: Path, trained: Path) -> None:
     names = {path.name for path in trained.iterdir()}
     assert names >= {
         "adapter_model.safetensors",
@@ -88,7 +90,9 @@ def test_every_result_is_there(trained: Path) -> None:
     assert [entry["step"] for entry in steps if "reward" in entry] == [1, 2, 3, 4]
     assert all(entry["rewards/accuracy_strict/mean"] is not None for entry in steps if "reward" in entry)
     assert (trained / "examples.md").read_text().count("\n| What is") == 3
-    assert yaml.safe_load((trained / "recipe.yaml").read_text())["trainer"]["seed"] == 3
+    left = parse_recipe(yaml.safe_load((trained / "recipe.yaml").read_text()), folder / "tiny.yaml")
+    assert left.trainer["seed"] == 3
+    assert "control:" not in (trained / "README.md").read_text()
 
 
 def test_monitors_do_not_count(trained: Path) -> None:
@@ -160,6 +164,33 @@ def test_resume_of_a_finished_run_adds_steps(folder: Path) -> None:
     assert (out / "before.json").read_text() == before
     times = [entry["elapsed_s"] for entry in steps]
     assert times == sorted(times)
+
+
+def test_resume_of_a_finished_run_touches_nothing(
+    folder: Path, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def contents() -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in trained.rglob("*") if path.is_file() and path.name != ".lock"}
+
+    arguments = ["train", "--no-check", str(folder / "tiny.yaml"), "-o", str(trained), "--seed", "3", "--resume"]
+    before = contents()
+    run(*arguments)
+    assert contents() == before
+    assert capsys.readouterr().out.startswith(f"already finished: {trained / 'summary.json'}")
+
+
+def test_resume_of_a_run_killed_before_its_summary_makes_no_step_more(folder: Path, trained: Path) -> None:
+    """Every step was made and saved; the 24 prompts of an epoch are not used up after 4 steps of 2."""
+    from safetensors.torch import load_file
+
+    out = folder / "killed"
+    shutil.copytree(trained, out)
+    (out / "summary.json").unlink()
+    (out / "adapter_model.safetensors").unlink()
+    run("train", "--no-check", str(folder / "tiny.yaml"), "-o", str(out), "--seed", "3", "--resume")
+    assert json.loads((out / "summary.json").read_text())["steps"] == 4
+    ours, theirs = (load_file(path / "adapter_model.safetensors") for path in (out, trained))
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
 
 
 def test_control_permutes_rewards_and_nothing_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

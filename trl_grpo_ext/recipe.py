@@ -24,6 +24,8 @@ from trl_grpo_ext.source_fields import UNKNOWN, Field, fits, lora_fields, traine
 # Trainer fields whose annotation says less than they take: TRL maps these booleans to words itself.
 _ALSO_BOOL = ("scale_rewards",)
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
+# What people say, and PEFT's name for it, which no comparison of letters would find.
+_PEFT_NAMES = {"rank": "r", "lora_r": "r", "lora_rank": "r"}
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,10 @@ class Recipe:
             )
         return int(total), group
 
+    def asked_length(self) -> tuple[int, float]:
+        """Return (max_steps, num_train_epochs) as the trainer will have them; steps above 0 win over epochs."""
+        return int(self._trainer_value("max_steps", -1)), float(self._trainer_value("num_train_epochs", 3.0))
+
     def _trainer_value(self, name: str, fallback: Any) -> Any:
         if self.trainer.get(name) is not None:
             return self.trainer[name]
@@ -181,7 +187,9 @@ def check_keys(mapping: Mapping[str, Any], known: Sequence[str], where: str) -> 
     """Raise ConfigurationError for the first key that is not known, with the nearest one that is."""
     for key in mapping:
         if key not in known:
-            hint = nearest(str(key), known) or (f" It may have: {', '.join(known)}." if len(known) <= 16 else "")
+            hint = nearest(_PEFT_NAMES.get(str(key), str(key)), known)
+            if not hint and len(known) <= 16:
+                hint = f" It may have: {', '.join(known)}."
             raise ConfigurationError(f"{where} has no key {key!r}.{hint}")
 
 

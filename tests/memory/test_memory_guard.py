@@ -60,11 +60,11 @@ def test_a_tensor_without_entries_is_left_out() -> None:
 class Runs:
     """Drive the guard through optimiser steps without a trainer."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, skipped: bool = False) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, skipped: bool = False, resumed_at: int = 0) -> None:
         self.model = nn.Linear(64, 64, bias=False, dtype=dtype)
         self.logged: list[float] = []
         self.guard = UpdateGuard(lambda name, value: self.logged.append(value), lambda: skipped)
-        self.guard.on_train_begin(None, None, None)
+        self.guard.on_train_begin(None, SimpleNamespace(global_step=resumed_at), None)
 
     def step(self, update: float, gradient: float = 1.0, rate: float = 1e-3, live: int = 1) -> None:
         self.guard.saw_groups(live)
@@ -137,6 +137,14 @@ def test_no_verdict_where_the_learning_rate_was_zero_or_no_step_was_made() -> No
     runs = Runs()
     runs.step(0.0, rate=0.0)
     runs.guard.finish(runs.model)
+
+
+def test_a_resumed_run_is_not_judged_by_its_last_part(caplog: pytest.LogCaptureFixture) -> None:
+    for live in (0, 1):
+        runs = Runs(resumed_at=7)
+        runs.step(0.0, live=live)
+        runs.guard.finish(runs.model)
+    assert caplog.text == ""
 
 
 def equal_rewards(prompts: list[Any], **_: Any) -> list[float]:

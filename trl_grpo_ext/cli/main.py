@@ -66,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except Exception as error:
         # Usage errors of the option parser: where its classes live depends on typer's version.
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):
+            if not str(error.format_message()).strip():  # no arguments at all: the help is printed already
+                sys.exit(error.exit_code)
             _fail(error.format_message())
         if type(error).__name__ == "Abort":
             sys.exit(130)

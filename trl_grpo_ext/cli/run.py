@@ -98,6 +98,7 @@ def run_training(
         "control": control,
         "seed": args.seed,
         "steps": trainer.state.global_step,
+        "asked": {"max_steps": args.max_steps, "num_train_epochs": args.num_train_epochs},
         "train_seconds": round(train_seconds, 1),
         "wall_seconds": round(time.monotonic() - STARTED, 1),
         "command": " ".join(["trl-grpo", *map(shlex.quote, sys.argv[1:])]),

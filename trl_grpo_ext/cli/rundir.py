@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -11,7 +12,7 @@ import yaml
 
 from trl_grpo_ext.errors import ConfigurationError
 from trl_grpo_ext.monitor.checkpoints import checkpoint_step, last_complete_checkpoint, remove_incomplete
-from trl_grpo_ext.monitor.files import write_text
+from trl_grpo_ext.monitor.files import write_json, write_text
 from trl_grpo_ext.recipe import Recipe
 from trl_grpo_ext.recipe_yaml import read_yaml
 
@@ -38,10 +39,12 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoint: Path | None = None
+        self.is_finished = False
         self._lock: IO[str] | None = None
 
     metrics = property(lambda self: self.path / "metrics.jsonl")
     recipe_copy = property(lambda self: self.path / "recipe.yaml")
+    kind = property(lambda self: self.path / "run.json")
     before = property(lambda self: self.path / "before.json")
     summary = property(lambda self: self.path / "summary.json")
     examples = property(lambda self: self.path / "examples.md")
@@ -50,6 +53,9 @@ class RunDirectory:
 
     def open(self, recipe: Recipe, *, resume: bool, overwrite: bool, control: bool) -> None:
         """Claim the directory; afterwards ``checkpoint`` is what to resume from, or None.
+
+        Where ``--resume`` meets a run that has ended and is not asked for more, ``is_finished`` is True and no file of
+        it is touched.
 
         Raises:
             ConfigurationError: it holds another run, or another process writes to it.
@@ -84,15 +90,17 @@ class RunDirectory:
                 f"{str(self.path)!r} holds an earlier run; continue it with --resume, delete it with --overwrite, or "
                 "choose another --output-dir"
             )
-        description: dict[str, Any] = {**recipe.raw, "control": control}
         if used:
-            self._check_same(description)
+            self._check_same(recipe.raw, control)
+            self.is_finished = self._has_ended(recipe)
             self.checkpoint = last_complete_checkpoint(self.path)
-        if not is_main_process():
+        if self.is_finished or not is_main_process():
             return
         if used:
             remove_incomplete(self.path)
-        write_text(self.recipe_copy, yaml.safe_dump(description, sort_keys=False, allow_unicode=True))
+            self.summary.unlink(missing_ok=True)  # the run goes on, so it is finished no more
+        write_text(self.recipe_copy, yaml.safe_dump(recipe.raw, sort_keys=False, allow_unicode=True))
+        write_json(self.kind, {"control": control})
 
     def _claim(self) -> None:
         """Lock the directory until this process ends, however it ends; other ranks of the run share the claim."""
@@ -115,14 +123,31 @@ class RunDirectory:
         for entry in self.path.iterdir():
             if entry.is_dir() and checkpoint_step(entry) >= 0:
                 shutil.rmtree(entry)
-        for path in (self.metrics, self.recipe_copy, self.before, self.summary, self.examples, self.plot):
+        for path in (self.metrics, self.recipe_copy, self.kind, self.before, self.summary, self.examples, self.plot):
             path.unlink(missing_ok=True)
 
-    def _check_same(self, description: dict[str, Any]) -> None:
+    def _has_ended(self, recipe: Recipe) -> bool:
+        """Return whether the earlier run wrote its summary, and the recipe asks for no longer one now.
+
+        Asked is compared with asked, since a run may end before the step it was asked for.
+        """
+        if not self.summary.is_file():
+            return False
+        summary = json.loads(self.summary.read_text(encoding="utf-8"))
+        max_steps, epochs = recipe.asked_length()
+        asked = summary["asked"]
+        if max_steps > 0:  # then TRL ignores the epochs
+            return max_steps <= max(summary["steps"], asked["max_steps"])
+        return asked["max_steps"] <= 0 and epochs <= asked["num_train_epochs"]
+
+    def _check_same(self, description: dict[str, Any], control: bool) -> None:
         """Raise if the earlier run was another one: its checkpoint would be continued with another task or model."""
         if not self.recipe_copy.is_file():
             return
         earlier = read_yaml(self.recipe_copy)
+        if self.kind.is_file():
+            earlier |= json.loads(self.kind.read_text(encoding="utf-8"))
+            description = {**description, "control": control}
         for section in sorted({*earlier, *description} - _MAY_CHANGE):
             old, new = earlier.get(section), description.get(section)
             if section == "trainer":

@@ -24,7 +24,10 @@ def train(
         Path | None, typer.Option("--output-dir", "-o", help="Where everything goes; runs/RECIPE by default.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the last whole checkpoint; start anew where there is none.")
+        bool,
+        typer.Option(
+            "--resume", help="Go on from the last whole checkpoint, or start anew; a finished run is left as it is."
+        ),
     ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Delete the results of an earlier run in the output directory.")
@@ -71,6 +74,10 @@ def train(
     directory.open(prepared.recipe, resume=resume, overwrite=overwrite, control=shuffle_rewards)
 
     try:
+        if directory.is_finished:
+            if is_main_process():
+                print(f"already finished: {directory.summary}; a larger trainer.max_steps goes on")
+            return
         if looks_first and not overwrite and directory.checkpoint is None:
             plan = _preflight(prepared, gpu, probe)
         from trl_grpo_ext.cli.run import run_training

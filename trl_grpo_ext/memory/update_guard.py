@@ -42,7 +42,7 @@ class UpdateGuard(TrainerCallback):
     def _forget(self) -> None:
         self._saw_live_group = None
         self._num_steps = self._num_skipped = self._num_still = 0
-        self._moved = self._had_gradient = self._warned = False
+        self._moved = self._had_gradient = self._warned = self._is_resumed = False
         self._rate = 0.0
 
     def saw_groups(self, num_live: int) -> None:
@@ -50,9 +50,10 @@ class UpdateGuard(TrainerCallback):
         self._saw_live_group = bool(self._saw_live_group) or num_live > 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Forget an earlier run."""
+        """Forget an earlier run, and note whether this one goes on from a checkpoint."""
         self._sample = None
         self._forget()
+        self._is_resumed = state.global_step > 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Remember the entries."""
@@ -86,13 +87,13 @@ class UpdateGuard(TrainerCallback):
             logger.warning("%s", _why_still(model, share, rate, _ALARM_STEPS))
 
     def finish(self, model: nn.Module) -> None:
-        """Judge the run that just ended.
+        """Judge the run that just ended; a resumed one is not judged, since what its earlier part moved is not known.
 
         Raises:
             NothingTrainedError: if not one of the entries looked at changed in the whole run, although the learning
                 rate was above 0 and some group's rewards differed.
         """
-        if self._num_steps == 0 or self._rate == 0.0:
+        if self._is_resumed or self._num_steps == 0 or self._rate == 0.0:
             return
         if self._saw_live_group is False:
             logger.warning(

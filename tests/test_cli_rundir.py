@@ -1,0 +1,56 @@
+"""What --resume does with a directory is decided by what was asked for then and now."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trl_grpo_ext.cli.rundir import RunDirectory
+from trl_grpo_ext.recipe import Recipe, parse_recipe
+
+
+def recipe_of(**trainer: Any) -> Recipe:
+    raw = {"model": "m", "data": {"hub": "d"}, "rewards": ["exact"], "trainer": trainer}
+    return parse_recipe(raw, Path("r.yaml"))
+
+
+def resumed(folder: Path, recipe: Recipe) -> RunDirectory:
+    directory = RunDirectory(folder)
+    directory.open(recipe, resume=True, overwrite=False, control=False)
+    directory.close()
+    return directory
+
+
+# Asked then: max_steps, num_train_epochs, and the steps made; the recipe now; is that all done?
+CASES = [
+    ((3, 3.0), 3, {"max_steps": 3}, True),
+    ((3, 3.0), 3, {"max_steps": 2}, True),
+    ((3, 3.0), 3, {"max_steps": 4}, False),
+    ((9, 3.0), 3, {"max_steps": 9}, True),  # a callback ended it early
+    ((3, 3.0), 3, {}, False),  # three epochs, by TRL's default
+    ((-1, 2.0), 8, {"num_train_epochs": 2}, True),
+    ((-1, 2.0), 8, {"num_train_epochs": 3}, False),
+    ((-1, 2.0), 8, {"max_steps": 8}, True),
+    ((-1, 2.0), 8, {"max_steps": 9}, False),
+]
+
+
+@pytest.mark.parametrize(("asked", "steps", "now", "done"), CASES)
+def test_a_finished_run_goes_on_only_if_asked_for_more(
+    tmp_path: Path, asked: tuple[int, float], steps: int, now: dict[str, Any], done: bool
+) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    lengths = {"max_steps": asked[0], "num_train_epochs": asked[1]}
+    (tmp_path / "summary.json").write_text(json.dumps({"steps": steps, "asked": lengths}))
+    assert resumed(tmp_path, recipe_of(**now)).is_finished is done
+    # A run that goes on has no summary until it ends again, so that a kill on the way leaves an unfinished one.
+    assert (tmp_path / "summary.json").exists() is done
+    assert (tmp_path / "recipe.yaml").exists() is not done
+
+
+def test_a_run_without_summary_is_not_finished(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    assert not resumed(tmp_path, recipe_of(max_steps=3)).is_finished
