@@ -50,6 +50,16 @@ SLIPS = [
     ("trainer.num_generation=4", "trainer has no key 'num_generation'. Did you mean 'num_generations'?"),
     ("trainer.learning_rate=fast", "trainer.learning_rate is 'fast' (str); it must be of type float"),
     ("trainer.logging_steps=true", "trainer.logging_steps is True (bool); it must be of type float"),
+    (
+        "trainer.loss_type=dr_grp",
+        "trainer.loss_type='dr_grp' is not allowed; it must be one of grpo, bnpo, dr_grpo, dapo, luspo, cispo, sapo, "
+        "vespo. Did you mean 'dr_grpo'?",
+    ),
+    (
+        "trainer.scale_rewards=grop",
+        "trainer.scale_rewards='grop' is not allowed; it must be one of group, batch, none, True, False. Did you mean "
+        "'group'?",
+    ),
     ("peft.rank=16", "peft has no key 'rank'. Did you mean 'r'?"),
     ("peft.lora_alfa=8", "peft has no key 'lora_alfa'. Did you mean 'lora_alpha'?"),
     ("eval.batchsize=8", "eval has no key 'batchsize'. Did you mean 'batch_size'?"),

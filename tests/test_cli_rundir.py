@@ -20,6 +20,8 @@ def recipe_of(**trainer: Any) -> Recipe:
 def resumed(folder: Path, recipe: Recipe) -> RunDirectory:
     directory = RunDirectory(folder)
     directory.open(recipe, resume=True, overwrite=False, control=False)
+    if not directory.is_finished:
+        directory.begin(recipe, control=False)
     directory.close()
     return directory
 
@@ -54,3 +56,27 @@ def test_a_finished_run_goes_on_only_if_asked_for_more(
 def test_a_run_without_summary_is_not_finished(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     assert not resumed(tmp_path, recipe_of(max_steps=3)).is_finished
+
+
+def test_overwrite_deletes_results_and_model_when_the_run_begins(tmp_path: Path) -> None:
+    results = ["metrics.jsonl", "summary.json", "README.md", "adapter_model.safetensors", "tokenizer.json"]
+    for name in [*results, "my_notes.txt"]:
+        (tmp_path / name).touch()
+    (tmp_path / "checkpoint-3").mkdir()
+    directory = RunDirectory(tmp_path)
+    directory.open(recipe_of(), resume=False, overwrite=True, control=False)
+    assert all((tmp_path / name).exists() for name in results), "the new run may still be refused"
+    directory.begin(recipe_of(), control=True)
+    directory.close()
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"my_notes.txt", ".lock", "recipe.yaml", "run.json"}
+    assert json.loads((tmp_path / "run.json").read_text()) == {"control": True}
+
+
+def test_a_model_that_no_run_left_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    directory = RunDirectory(tmp_path)
+    directory.open(recipe_of(), resume=False, overwrite=True, control=False)
+    directory.begin(recipe_of(), control=False)
+    directory.close()
+    assert (tmp_path / "config.json").exists()

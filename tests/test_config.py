@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from trl import GRPOConfig
+from trl.trainer import grpo_trainer
 
 from trl_grpo_ext import GroupRelativeConfig
+from trl_grpo_ext.choices import TRL_CHOICES
 from trl_grpo_ext.config import AUTO_TOKENS_PER_MICRO_BATCH, EngineSettings
 from trl_grpo_ext.errors import ConfigurationError
 
@@ -52,3 +55,22 @@ def test_a_plain_trl_config_gets_our_defaults(tmp_path: Path) -> None:
     assert settings.max_tokens_per_micro_batch == AUTO_TOKENS_PER_MICRO_BATCH
     assert settings.skip_dead_groups
     assert EngineSettings.of(config(tmp_path, max_tokens_per_micro_batch=0)).max_tokens_per_micro_batch == 0
+
+
+def test_words_of_trl_are_those_of_its_source() -> None:
+    """Every word that TRL compares the setting with is allowed, and no other."""
+    source = Path(grpo_trainer.__file__).read_text(encoding="utf-8")
+    for name, allowed in TRL_CHOICES.items():
+        compared = re.findall(rf"self\.{name} (?:==|!=|in|not in) (\[[^\]]*\]|\"\w+\")", source)
+        words = {word for text in compared for word in re.findall(r'"(\w+)"', text)}
+        assert words == {word for word in allowed if isinstance(word, str)}, name
+
+
+@pytest.mark.parametrize(("value", "word"), [(True, "group"), (False, "none"), ("batch", "batch")])
+def test_scale_rewards_takes_the_older_booleans(tmp_path: Path, value: object, word: str) -> None:
+    assert config(tmp_path, scale_rewards=value).scale_rewards == word
+
+
+def test_an_unknown_loss_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"loss_type='dr_grp' is not allowed.*Did you mean 'dr_grpo'"):
+        config(tmp_path, loss_type="dr_grp")

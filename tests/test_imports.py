@@ -21,6 +21,7 @@ LAYERS = {
     "errors": 0,
     "types": 0,
     "source_fields": 0,
+    "choices": 1,
     "objective": 1,
     "data": 1,
     "rewards": 1,

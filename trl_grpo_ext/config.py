@@ -12,7 +12,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from trl import GRPOConfig
 
-from trl_grpo_ext.errors import ConfigurationError, nearest
+from trl_grpo_ext.choices import TRL_CHOICES, check_choice
+from trl_grpo_ext.errors import ConfigurationError
 from trl_grpo_ext.memory.mode import AUTO, MemoryMode, named_mode
 
 logger = logging.getLogger(__name__)
@@ -184,13 +185,9 @@ class GroupRelativeConfig(GRPOConfig):
             ("reward_isolation", REWARD_ISOLATION),
             ("reward_abstention", REWARD_ABSTENTION),
             ("kl_reference", KL_REFERENCES),
+            *TRL_CHOICES.items(),
         ):
-            value = getattr(self, name)
-            if value not in allowed:
-                names = ", ".join(map(str, allowed))
-                raise ConfigurationError(
-                    f"{name}={value!r} is not allowed; it must be one of {names}.{nearest(value, map(str, allowed))}"
-                )
+            check_choice(name, getattr(self, name), allowed)
         for name in ("rollout_seeded", "old_logps_from_rollout"):
             if getattr(self, name) and self.rollout_engine == "trl":
                 raise ConfigurationError(f'{name}=True needs rollout_engine="auto"; model.generate cannot do it.')

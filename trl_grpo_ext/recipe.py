@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trl_grpo_ext.choices import TRL_CHOICES, check_choice
 from trl_grpo_ext.data import gym
 from trl_grpo_ext.data.sources import SUFFIXES
 from trl_grpo_ext.data.spec import DataSpec
@@ -167,6 +168,9 @@ def parse_recipe(raw: Mapping[str, Any], path: Path) -> Recipe:
             raise ConfigurationError(f"the recipe has no {needed!r}; it needs model, data and rewards")
     trainer = _mapping(raw.get("trainer"), "trainer")
     _check_fields(trainer, trainer_fields(), "trainer", also_bool=_ALSO_BOOL)
+    for name, allowed in TRL_CHOICES.items():
+        if trainer.get(name) is not None:
+            check_choice(f"trainer.{name}", trainer[name], allowed)
     _settle_memory(trainer, raw.get("memory"), has_peft=_peft(raw.get("peft")) is not None)
     _settle_adapter(trainer, path.resolve().parent, has_peft=_peft(raw.get("peft")) is not None)
     recipe = Recipe(

@@ -184,13 +184,6 @@ class GroupRelativeTrainer(
             self._update_guard.finish(self.model)
         return result
 
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Run one epoch, unless the checkpoint resumed from has every step: transformers would make one more."""
-        if self.state.global_step >= self.state.max_steps:
-            self.control.should_training_stop = True
-            return
-        super()._run_epoch(*args, **kwargs)
-
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as ``transformers.Trainer.evaluate`` does; the random state of training is untouched."""
         with preserved_rng():

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
-from transformers import PrinterCallback, set_seed
+from transformers import PrinterCallback, TrainerState, set_seed
 
 from trl_grpo_ext.cli import STARTED
 from trl_grpo_ext.cli.control import ShuffledRewardsTrainer
@@ -59,6 +59,7 @@ def run_training(
     recipe = prepared.recipe
     set_seed(int(recipe.trainer.get("seed", 42)))
     args = trainer_config(recipe, directory.path)
+    directory.begin(recipe, control=control)
     say = _say_on_main(console, args)
     counts = prepared.splits.counts
     say(
@@ -84,7 +85,10 @@ def run_training(
     if step is not None:
         say(f"resuming from {directory.checkpoint}")
     try:
-        trainer.train(resume_from_checkpoint=None if directory.checkpoint is None else str(directory.checkpoint))
+        if step is not None and 0 < args.max_steps <= step and not _is_sharded(trainer):
+            _take_over(trainer, directory.checkpoint)
+        else:
+            trainer.train(resume_from_checkpoint=None if directory.checkpoint is None else str(directory.checkpoint))
     except KeyboardInterrupt:
         display.stop()
         say(f"interrupted at step {trainer.state.global_step}; continue with --resume")
@@ -329,6 +333,16 @@ def _max_new_tokens(recipe: Recipe) -> int:
 
 def _metric_key(trainer: GroupRelativeTrainer, name: str) -> str | None:
     return f"rewards/{name}/mean" if name in trainer.reward_func_names else None
+
+
+def _is_sharded(trainer: GroupRelativeTrainer) -> bool:
+    return bool(trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
+
+
+def _take_over(trainer: GroupRelativeTrainer, checkpoint: Any) -> None:
+    """Load weights and state of a checkpoint that has every step: ``train`` makes one more before it looks."""
+    trainer._load_from_checkpoint(str(checkpoint))
+    trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
 
 
 def _say_on_main(console: Console, args: Any) -> Any:

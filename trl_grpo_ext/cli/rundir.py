@@ -11,6 +11,7 @@ from typing import IO, Any
 import yaml
 
 from trl_grpo_ext.errors import ConfigurationError
+from trl_grpo_ext.memory.record import FILE as RECORD_FILE
 from trl_grpo_ext.monitor.checkpoints import checkpoint_step, last_complete_checkpoint, remove_incomplete
 from trl_grpo_ext.monitor.files import write_json, write_text
 from trl_grpo_ext.recipe import Recipe
@@ -27,6 +28,29 @@ _MAY_CHANGE_IN_TRAINER = {
     "output_dir",
 }
 
+# What ``save_model`` writes: adapter, the copy of a starting adapter, or whole model; tokenizer; our record.
+_MODEL_FILES = (
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "ref/adapter_config.json",
+    "ref/adapter_model.safetensors",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "training_args.bin",
+    RECORD_FILE,
+)
+
 
 def is_main_process() -> bool:
     """Return whether this process is the one that writes, known from the launcher's variables before torch is there."""
@@ -40,6 +64,7 @@ class RunDirectory:
         self.path = path
         self.checkpoint: Path | None = None
         self.is_finished = False
+        self._goes_on = self._overwrites = False
         self._lock: IO[str] | None = None
 
     metrics = property(lambda self: self.path / "metrics.jsonl")
@@ -52,10 +77,9 @@ class RunDirectory:
     card = property(lambda self: self.path / "README.md")
 
     def open(self, recipe: Recipe, *, resume: bool, overwrite: bool, control: bool) -> None:
-        """Claim the directory; afterwards ``checkpoint`` is what to resume from, or None.
+        """Claim the directory and change nothing in it; afterwards ``checkpoint`` is what to resume from, or None.
 
-        Where ``--resume`` meets a run that has ended and is not asked for more, ``is_finished`` is True and no file of
-        it is touched.
+        Where ``--resume`` meets a run that has ended and is not asked for more, ``is_finished`` is True.
 
         Raises:
             ConfigurationError: it holds another run, or another process writes to it.
@@ -70,7 +94,9 @@ class RunDirectory:
                 f"cannot write to the output directory {str(self.path)!r}: {error.strerror}"
             ) from error
         try:
-            self._decide(recipe, resume=resume, overwrite=overwrite, control=control)
+            self._overwrites = overwrite
+            if not overwrite:
+                self._decide(recipe, resume=resume, control=control)
         except BaseException:
             self.close()
             raise
@@ -81,9 +107,22 @@ class RunDirectory:
             self._lock.close()
             self._lock = None
 
-    def _decide(self, recipe: Recipe, *, resume: bool, overwrite: bool, control: bool) -> None:
-        if overwrite:
+    def begin(self, recipe: Recipe, *, control: bool) -> None:
+        """Write what the run is into the opened directory, after deleting, if so asked, an earlier run.
+
+        Apart from ``open``, so that the earlier run stays until recipe, data and settings of the new one are checked.
+        """
+        if not is_main_process():
+            return
+        if self._goes_on:
+            remove_incomplete(self.path)
+            self.summary.unlink(missing_ok=True)  # the run goes on, so it is finished no more
+        if self._overwrites:
             self._clear()
+        write_text(self.recipe_copy, yaml.safe_dump(recipe.raw, sort_keys=False, allow_unicode=True))
+        write_json(self.kind, {"control": control})
+
+    def _decide(self, recipe: Recipe, *, resume: bool, control: bool) -> None:
         used = self.metrics.exists() or any(checkpoint_step(entry) >= 0 for entry in self.path.iterdir())
         if used and not resume:
             raise ConfigurationError(
@@ -94,13 +133,7 @@ class RunDirectory:
             self._check_same(recipe.raw, control)
             self.is_finished = self._has_ended(recipe)
             self.checkpoint = last_complete_checkpoint(self.path)
-        if self.is_finished or not is_main_process():
-            return
-        if used:
-            remove_incomplete(self.path)
-            self.summary.unlink(missing_ok=True)  # the run goes on, so it is finished no more
-        write_text(self.recipe_copy, yaml.safe_dump(recipe.raw, sort_keys=False, allow_unicode=True))
-        write_json(self.kind, {"control": control})
+        self._goes_on = used
 
     def _claim(self) -> None:
         """Lock the directory until this process ends, however it ends; other ranks of the run share the claim."""
@@ -119,11 +152,15 @@ class RunDirectory:
         self._lock = lock
 
     def _clear(self) -> None:
-        """Delete the files of a run, and nothing that a run does not write."""
+        """Delete the files of a run, its model among them, and nothing that a run does not write."""
         for entry in self.path.iterdir():
             if entry.is_dir() and checkpoint_step(entry) >= 0:
                 shutil.rmtree(entry)
-        for path in (self.metrics, self.recipe_copy, self.kind, self.before, self.summary, self.examples, self.plot):
+        results = (self.metrics, self.kind, self.before, self.summary, self.examples, self.plot)
+        if not any(path.exists() for path in results):
+            return  # a model that no run of ours left here
+        model = [path for pattern in _MODEL_FILES for path in self.path.glob(pattern)]
+        for path in (*results, self.recipe_copy, self.card, *model):
             path.unlink(missing_ok=True)
 
     def _has_ended(self, recipe: Recipe) -> bool:

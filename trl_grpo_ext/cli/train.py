@@ -65,10 +65,6 @@ def train(
     prepared = prepare(recipe, changes)
     if check and is_main_process():
         _check_rewards(prepared)
-    looks_first = preflight and is_main_process()
-    plan = None
-    if looks_first and overwrite:  # before the earlier run's results are deleted
-        plan = _preflight(prepared, gpu, probe)
     recipe_dir = prepared.recipe.trainer.get("output_dir") or Path("runs") / prepared.recipe.name
     directory = RunDirectory(output_dir or Path(recipe_dir))
     directory.open(prepared.recipe, resume=resume, overwrite=overwrite, control=shuffle_rewards)
@@ -78,7 +74,8 @@ def train(
             if is_main_process():
                 print(f"already finished: {directory.summary}; a larger trainer.max_steps goes on")
             return
-        if looks_first and not overwrite and directory.checkpoint is None:
+        plan = None
+        if preflight and is_main_process() and directory.checkpoint is None:
             plan = _preflight(prepared, gpu, probe)
         from trl_grpo_ext.cli.run import run_training
 
