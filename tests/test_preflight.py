@@ -15,6 +15,7 @@ from tiny import CHAT_TEMPLATE, save_tiny, tiny_config, tiny_tokenizer
 from trl_grpo_ext.cli import preflight as cli_preflight
 from trl_grpo_ext.cli.main import main
 from trl_grpo_ext.errors import ConfigurationError
+from trl_grpo_ext.memory.plan import Alternative
 from trl_grpo_ext.memory.trainable import count_trainable, lora_config
 from trl_grpo_ext.preflight.fit import answer_of_plan, answer_without_plan
 from trl_grpo_ext.preflight.lengths import check_clipping, check_prompt_lengths, measure_longest
@@ -177,6 +178,21 @@ def test_will_it_fit(fits: str, colour: str) -> None:
     assert answer_without_plan(24, KeyError("x")).colour == "yellow"
 
 
+def test_what_gives_way_by_itself_is_no_reason_to_stop() -> None:
+    """Budgets are halved when memory runs out; a lever that somebody has to write ends the run."""
+    for settings, colour in (
+        ({"max_tokens_per_micro_batch": 2048}, "yellow"),
+        ({"gradient_checkpointing": True}, "red"),
+        ({}, "red"),
+    ):
+        change = Alternative("trainer.this: that", 1.0, True, settings)
+        plan = SimpleNamespace(fits="no", explain=lambda: "too large", alternatives=[change])
+        answer = answer_of_plan(plan, 24, "mine.yaml")
+        assert answer.colour == colour
+        assert ("Write trainer.this: that." in answer.fix) == bool(settings)
+        assert "trl-grpo plan mine.yaml --gpu 24" in answer.fix
+
+
 def test_table() -> None:
     console = Console(record=True, width=100)
     answers = [Answer("data", "green", "fine"), Answer("chat template", "yellow", "no BOS [sic]", "look")]
@@ -238,12 +254,22 @@ def test_a_plan_is_asked_for_where_a_card_is_named(folder: Path, monkeypatch: py
         seen.update(options, model=model, peft=peft_config, completion=args.max_completion_length)
         return SimpleNamespace(fits="no", explain=lambda: "needs 30 GiB")
 
-    monkeypatch.setattr(cli_preflight, "load_planner", lambda: SimpleNamespace(plan_memory=plan_memory))
+    planner = SimpleNamespace(plan_memory=plan_memory, AS_CONFIGURED="as-configured")
+    monkeypatch.setattr(cli_preflight, "load_planner", lambda: planner)
     assert preflight(folder, gpu_gib=24.0)["will it fit"].colour == "red"
     assert seen["budget_gib"] == 24.0
+    assert seen["mode"] == "as-configured"
     assert 20 < seen["prompt_len"] < 100
     assert seen["completion"] == 8
     assert seen["peft"].r == 2
+
+
+def test_the_run_is_judged_as_the_recipe_says(folder: Path) -> None:
+    sizes = "trainer.max_completion_length=128"
+    for written, mode in (("false", "no checkpointing"), ("true", "adamw_torch_fused, checkpointing")):
+        changes = (sizes, f"trainer.gradient_checkpointing={written}")
+        finding = preflight(folder, *changes, gpu_gib=24.0)["will it fit"].finding
+        assert f", {mode}" in finding, finding
 
 
 def test_red_ends_train_with_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,7 +96,8 @@ def test_allow_is_needed_and_used() -> None:
     assert refused.fits == "no"
     assert refused.mode.tuning == "full"
     assert 1 <= len(refused.alternatives) <= 3
-    assert "lora" in refused.alternatives[0].change
+    assert "trainer.memory: lora" in refused.alternatives[0].change
+    assert "allow=" not in refused.explain()
     allowed = quick("Qwen2.5-7B", 24, allow=("lora",))
     assert (allowed.fits, allowed.mode.tuning, allowed.mode.base) == ("yes", "lora", "bfloat16")
     assert allowed.process / GIB == pytest.approx(refused.alternatives[0].process_gib)
@@ -131,6 +132,32 @@ def test_what_the_user_fixed_stays() -> None:
     plan = quick("SmolLM2-135M", 80, config=SimpleNamespace(**vars(SETTINGS), memory=memory))
     assert plan.mode.gradient_checkpointing
     assert plan.mode.max_tokens_per_micro_batch == 2048
+
+
+def test_what_is_written_is_fixed_without_a_mode() -> None:
+    written = SimpleNamespace(**vars(SETTINGS), gradient_checkpointing=False, optim="adamw_bnb_8bit")
+    mode = quick("SmolLM2-135M", 3, config=written, with_alternatives=False).mode
+    assert (mode.gradient_checkpointing, mode.optim) == (False, "adamw_8bit")
+
+
+def test_as_configured_plans_what_will_run_and_names_the_line_that_would_fit() -> None:
+    """6 GiB: too few without checkpointing, which the planner must not assume, but enough with other settings."""
+    written = SimpleNamespace(**vars(SETTINGS), gradient_checkpointing=False, max_tokens_per_micro_batch=8192)
+    plan = quick("SmolLM2-135M", 6, config=written, mode="as-configured")
+    assert plan.fits == "no"
+    assert not plan.mode.gradient_checkpointing
+    assert plan.mode.max_tokens_per_micro_batch == 8192
+    (change,) = plan.alternatives
+    assert set(change.settings) <= {"gradient_checkpointing", "max_tokens_per_micro_batch", "optim", "memory"}
+    assert all(f"trainer.{name}: " in change.change for name in change.settings)
+    followed = SimpleNamespace(**{**vars(written), **change.settings})
+    assert quick("SmolLM2-135M", 6, config=followed, mode="as-configured").fits == "yes"
+
+
+def test_uncounted_optimisers_are_a_doubt() -> None:
+    plan = quick("SmolLM2-135M", 80, config=SimpleNamespace(**vars(SETTINGS), optim="adafactor"))
+    assert plan.fits == "uncertain"
+    assert any("adafactor" in line for line in plan.assumptions)
 
 
 def test_two_copies_of_the_weights_with_vllm() -> None:
@@ -217,6 +244,14 @@ def test_plan_as_data_and_as_recipe() -> None:
     recipe = yaml.safe_load(plan.yaml())
     assert MemoryMode(**recipe["trainer"]["memory"]) == plan.mode
     assert recipe["peft"] == {"r": 8}
+    # Laid over a recipe, nothing of what it said before is left.
+    assert recipe["trainer"]["gradient_checkpointing"] is plan.mode.gradient_checkpointing
+    assert recipe["trainer"]["optim"] == plan.mode.optim
+    kept = quick("SmolLM2-135M", 24, {"r": 8, "lora_alpha": 32}, tier="T0")
+    assert yaml.safe_load(kept.yaml())["peft"] == {"r": 8, "lora_alpha": 32}
+    full = yaml.safe_load(quick("SmolLM2-135M", 24, tier="T0").yaml())
+    assert "peft" in full
+    assert full["peft"] is None
     assert recipe["model"]["name"] == "HuggingFaceTB/SmolLM2-135M"
     assert "Fits" in plan.explain()
     assert {"generate", "train", "optimizer"} <= set(plan.planned_gib)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import tiny_config
+import yaml
+from tiny import save_tiny, tiny_config
 
 from trl_grpo_ext.cli.main import main
 from trl_grpo_ext.memory.closed_forms import GIB
@@ -53,7 +54,9 @@ def test_auto_takes_an_adapter_where_full_tuning_does_not_fit(capsys: pytest.Cap
         (["Qwen2.5-7B", "--gpu", "24", "--tuning", "qlorra"], "Did you mean 'qlora'"),
         (["Qwen2.5-7B", "--gpu", "24", "--batch", "12"], "multiple"),
         (["Qwen2.5-7B", "--gpu", "24,40"], "table"),
-        (["nobody/knows-this", "--gpu", "24"], "not known offline"),
+        (["nobody/knows-this", "--gpu", "24"], "the hub is not asked"),
+        (["nobody/knows-this", "--gpu", "24"], "Llama-3.1-8B"),
+        (["Qwen2.5-7B", "--gpu", "24", "--set", "trainer.beta=1"], "changes a recipe"),
         (["Qwen2.5-7B"], "gpu"),
     ],
 )
@@ -84,6 +87,26 @@ def test_a_recipe_says_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[st
     data = json.loads(capsys.readouterr().out)
     assert (data["job"]["completion_tokens"], data["job"]["num_generations"], data["job"]["rank"]) == (64, 4, 4)
     assert data["mode"]["tuning"] == "lora"
+
+
+def test_prompts_of_a_local_recipe_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n{"prompt": "2 =", "answer": "2"}\n')
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model: model\ndata: {file: rows.jsonl, answer: answer, held_out: 0}\nrewards: [exact]\n"
+        "trainer: {max_completion_length: 8, num_generations: 2, per_device_train_batch_size: 2}\n"
+        "peft: {r: 4, lora_alpha: 9}\n"
+    )
+    argv = (str(recipe), "--gpu", "24", "--quick", "--json", "--set", "trainer.max_completion_length=16")
+    assert run(*argv) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert 3 < data["job"]["prompt_tokens"] < 100
+    assert data["job"]["completion_tokens"] == 16
+    written = yaml.safe_load(data["yaml"])
+    assert {"r": 4, "lora_alpha": 9}.items() <= written["peft"].items()
+    assert run(*argv, "--prompt", "33") == 0
+    assert json.loads(capsys.readouterr().out)["job"]["prompt_tokens"] == 33
 
 
 def test_plot(tmp_path: Path) -> None:

@@ -6,10 +6,11 @@ import contextlib
 import json
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -18,12 +19,27 @@ from trl_grpo_ext.errors import ConfigurationError, nearest
 _TUNINGS = ("full", "lora", "qlora", "qlora-8bit", "auto")
 _ENGINES = ("auto", "vllm", "transformers")
 GIB = 2**30
+_ASSUMED_PROMPT = 512
+
+
+class _Request(NamedTuple):
+    """What is to be planned: model, settings, adapter, what may be changed, and the recipe that says so, if any."""
+
+    model: str
+    config: Any
+    peft: dict[str, Any] | None
+    allow: tuple[str, ...]
+    recipe: Any = None
+    overrides: Sequence[str] = ()
 
 
 def plan(
     model: Annotated[str, typer.Argument(help="A recipe, a directory, a config.json, a known name, or `table`.")],
     gpu: Annotated[str, typer.Option(help="Memory of the card in GiB; for `table`, several with commas.")],
-    prompt: Annotated[int, typer.Option(help="Longest prompt, in tokens.")] = 512,
+    prompt: Annotated[
+        int | None,
+        typer.Option(help="Longest prompt, in tokens. [default: a recipe's local data are measured, else 512]"),
+    ] = None,
     completion: Annotated[int | None, typer.Option(help="Longest completion, in tokens. [default: 1024]")] = None,
     group: Annotated[int | None, typer.Option(help="Completions of a prompt. [default: 8]")] = None,
     batch: Annotated[int | None, typer.Option(help="Completions of an optimiser step. [default: 32]")] = None,
@@ -33,6 +49,7 @@ def plan(
     ] = None,
     rank: Annotated[int | None, typer.Option(help="Rank of the adapter. [default: 16]")] = None,
     engine: Annotated[str, typer.Option(help="What samples: auto, vllm or transformers.")] = "auto",
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, as for train.")] = None,
     headroom: Annotated[float, typer.Option(help="Share of the card that must stay free.")] = 0.10,
     quick: Annotated[bool, typer.Option("--quick", help="Do not verify the chosen mode in full.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
@@ -46,28 +63,31 @@ def plan(
     if model == "table":
         from trl_grpo_ext.cli.plan_table import Sizes, print_table
 
-        sizes = Sizes(prompt, completion or 1024, group or 8, batch or 32, rank or 16)
+        sizes = Sizes(prompt or _ASSUMED_PROMPT, completion or 1024, group or 8, batch or 32, rank or 16)
         with _quiet():
             print_table(cards, sizes, headroom, as_json)
         return 0
     if len(cards) != 1:
         raise ConfigurationError(f"--gpu {gpu}: one card, please; several go with `trl-grpo plan table`")
-    name, config, peft, allow = _read_request(model, completion, group, batch, tuning, rank)
+    request = _read_request(model, overrides or [], completion, group, batch, tuning, rank)
 
     from trl_grpo_ext.memory.plan import plan_memory
+    from trl_grpo_ext.models import resolve_model
 
     with _quiet():
         made = plan_memory(
-            name,
-            config,
-            peft,
+            resolve_model(request.model) if request.recipe is not None else request.model,
+            request.config,
+            request.peft,
             budget_gib=cards[0],
             headroom=headroom,
-            allow=allow,
-            prompt_len=prompt,
+            allow=request.allow,
+            prompt_len=prompt or _measured_prompt(request) or _ASSUMED_PROMPT,
             engine=engine,  # type: ignore[arg-type]
             tier="T1" if quick else "T2",
         )
+    if request.recipe is not None:
+        made = replace(made, model=request.model)
     if as_json:
         print(json.dumps(made.to_json(), indent=1))
     else:
@@ -96,17 +116,28 @@ def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _read_request(
-    model: str, completion: int | None, group: int | None, batch: int | None, tuning: str | None, rank: int | None
-) -> tuple[str, Any, dict[str, Any] | None, tuple[str, ...]]:
-    """Return model, settings, adapter and what may be changed; options on the command line win over a recipe."""
+    model: str,
+    overrides: Sequence[str],
+    completion: int | None,
+    group: int | None,
+    batch: int | None,
+    tuning: str | None,
+    rank: int | None,
+) -> _Request:
+    """Return what is to be planned; options on the command line win over a recipe."""
+    recipe = None
     trainer: dict[str, Any] = {}
     peft: dict[str, Any] | None = None
     is_recipe = model.endswith((".yaml", ".yml"))
     if is_recipe:
+        from trl_grpo_ext.cli.prepare import with_local_model
         from trl_grpo_ext.recipe import load_recipe
 
-        recipe = load_recipe(model)
+        recipe = with_local_model(load_recipe(model, overrides))
         trainer, peft, model = dict(recipe.trainer), recipe.peft, recipe.model.name
+        trainer["model_init_kwargs"] = {"dtype": recipe.model.dtype, **(trainer.get("model_init_kwargs") or {})}
+    elif overrides:
+        raise ConfigurationError(f"--set {overrides[0]} changes a recipe, and {model!r} is none (it ends in .yaml)")
     else:
         trainer = {"max_completion_length": 1024, "num_generations": 8}
         batch = 32 if batch is None else batch
@@ -131,7 +162,25 @@ def _read_request(
         peft = {**(peft or {}), "r": rank}
     if trainer.get("memory") == "full" and tuning != "auto":
         peft = None
-    return model, SimpleNamespace(**trainer), peft, allow
+    return _Request(model, SimpleNamespace(**trainer), peft, allow, recipe, overrides)
+
+
+def _measured_prompt(request: _Request) -> int | None:
+    """Return the longest prompt of a recipe whose data and model are on this machine; None for any other."""
+    recipe = request.recipe
+    if recipe is None or recipe.data.hub is not None:
+        return None
+    from trl_grpo_ext.models import resolve_model
+
+    if not Path(resolve_model(recipe.model.name)).is_dir():
+        return None
+    from trl_grpo_ext.cli.preflight import longest_prompt
+    from trl_grpo_ext.cli.prepare import prepare
+
+    try:
+        return longest_prompt(prepare(recipe.path, request.overrides, for_training=False))
+    except OSError:  # a directory with nothing but its config.json can be planned; it has no tokenizer
+        return None
 
 
 @contextlib.contextmanager
@@ -179,7 +228,8 @@ def _print_plan(made: Any) -> None:
         for line in lines:
             console.print(f"{title}: {line}", highlight=False, soft_wrap=True)
     for change in made.alternatives:
-        console.print(f"would fit: {change.change} ({change.process_gib:.1f} GiB)", highlight=False, soft_wrap=True)
+        taken = f"the run takes {change.process_gib:.1f} GiB"
+        console.print(f"would fit: {change.change} ({taken})", highlight=False, soft_wrap=True, markup=False)
     console.print("\n" + made.yaml(), highlight=False, soft_wrap=True, markup=False)
 
 

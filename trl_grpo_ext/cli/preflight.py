@@ -71,6 +71,20 @@ def run_preflight(prepared: Prepared, *, gpu_gib: float | None = None, probe: bo
     return Preflight(answers, plan)
 
 
+def longest_prompt(prepared: Prepared) -> int:
+    """Return the tokens of the longest training prompt of a recipe."""
+    recipe = prepared.recipe
+    tokenizer = load_tokenizer(
+        recipe.model.name,
+        revision=recipe.model.revision,
+        trust_remote_code=recipe.model.trust_remote_code,
+        chat=recipe.data.chat,
+    )
+    template_kwargs = recipe.trainer.get("chat_template_kwargs") or {}
+    counts, _ = _lengths(prepared, tokenizer, _model_config(prepared), template_kwargs)
+    return max(counts, default=1)
+
+
 def _model_config(prepared: Prepared) -> Any:
     from transformers import AutoConfig
 
@@ -148,11 +162,16 @@ def _fit(prepared: Prepared, longest_prompt: int, gpu_gib: float | None) -> tupl
         args = trainer_config(recipe, recipe.base_dir)
         model = resolve_model(recipe.model.name)
         plan = planner.plan_memory(
-            model, args, _lora(recipe.peft), budget_gib=gpu_gib, prompt_len=max(longest_prompt, 1)
+            model,
+            args,
+            _lora(recipe.peft),
+            budget_gib=gpu_gib,
+            prompt_len=max(longest_prompt, 1),
+            mode=planner.AS_CONFIGURED,
         )
     except Exception as error:  # a plan that cannot be made must not keep a run from starting
         return answer_without_plan(gpu_gib, error), None
-    return answer_of_plan(plan, gpu_gib), plan
+    return answer_of_plan(plan, gpu_gib, str(recipe.path)), plan
 
 
 def load_planner() -> Any:

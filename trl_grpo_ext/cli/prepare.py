@@ -48,7 +48,7 @@ def prepare(path: Path, overrides: Sequence[str], *, for_training: bool = True) 
     Raises:
         GroupRelativeError: one line for the first thing that cannot work.
     """
-    recipe = _with_local_model(load_recipe(path, overrides))
+    recipe = with_local_model(load_recipe(path, overrides))
     check_model_name(recipe.model.name)
     rewards = build_rewards(recipe.rewards, base_dir=recipe.base_dir)
     verifiers = build_rewards([recipe.eval.strict, recipe.eval.lenient], base_dir=recipe.base_dir)
@@ -73,7 +73,7 @@ def prepare(path: Path, overrides: Sequence[str], *, for_training: bool = True) 
     return Prepared(recipe, rewards, strict, lenient, splits)
 
 
-def _with_local_model(recipe: Recipe) -> Recipe:
+def with_local_model(recipe: Recipe) -> Recipe:
     """Return the recipe with a model directory beside the recipe file made absolute."""
     folder = recipe.base_dir / recipe.model.name
     if recipe.model.name.startswith(PYPI_PREFIX) or not folder.is_dir():

@@ -12,13 +12,16 @@ from trl_grpo_ext.errors import ConfigurationError, nearest
 from trl_grpo_ext.memory import report
 from trl_grpo_ext.memory.bound import lower_bound
 from trl_grpo_ext.memory.closed_forms import CUDA_CONTEXT_BYTES, GIB
+from trl_grpo_ext.memory.configured import Configured, is_automatic, read_mode
 from trl_grpo_ext.memory.job import Job, job_of
-from trl_grpo_ext.memory.mode import AUTO, MemoryMode, asked_fields, named_mode
+from trl_grpo_ext.memory.mode import MemoryMode, named_mode
 from trl_grpo_ext.memory.shapes import ModelShape, full_name, read_config, shape_of
 
 Fits = Literal["yes", "no", "uncertain"]
 DEFAULT_RANK = 16
-ALLOW = ("as-configured", "lora", "qlora-8bit", "qlora")
+# ``mode``: exactly what the trainer will run, rather than the best that the settings leave open.
+AS_CONFIGURED = "as-configured"
+ALLOW = (AS_CONFIGURED, "lora", "qlora-8bit", "qlora")
 # Families whose layers keep a state of another kind than keys and values, which nothing here counts.
 _OTHER_STATES = ("linear_attention", "mamba", "recurrent", "conv")
 
@@ -31,11 +34,13 @@ class Alternative:
         change: What to change, in words.
         process_gib: What the run would then need.
         fits: Whether that fits.
+        settings: The trainer's settings to write for it; empty where the change is none of them.
     """
 
     change: str
     process_gib: float
     fits: bool
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,7 @@ class MemoryPlan:
         assumptions: What was taken for granted, and every reason for doubt.
         alternatives: The three cheapest changes, where it does not fit.
         notes: Why other modes were turned down.
+        peft: The adapter's keywords, as given.
         job: The sizes that were planned for.
         seconds: Time that planning took.
     """
@@ -76,6 +82,7 @@ class MemoryPlan:
     assumptions: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     notes: tuple[str, ...] = ()
+    peft: Mapping[str, Any] | None = None
     seconds: float = field(default=0.0, compare=False)
 
     @property
@@ -122,7 +129,7 @@ def plan_memory(
     *,
     budget_gib: float,
     headroom: float = 0.10,
-    allow: Sequence[str] = ("as-configured",),
+    allow: Sequence[str] = (AS_CONFIGURED,),
     prompt_len: int,
     engine: Literal["auto", "vllm", "transformers"] = "auto",
     mode: MemoryMode | str | None = None,
@@ -145,7 +152,8 @@ def plan_memory(
         allow: "lora", "qlora-8bit" and "qlora" let the planner change the tuning; it never does so by itself.
         prompt_len: tokens of the longest prompt.
         engine: "auto" as configured; what samples completions.
-        mode: plan exactly this mode, instead of searching for one.
+        mode: plan exactly this mode, instead of searching for one; "as-configured": the one that the trainer will run
+            with these settings. A search keeps what they say.
         tier: "T2" verifies the chosen mode in full, "T1" leaves it at the extrapolation, "T0" at a lower bound.
         context_gib: what CUDA takes before the first tensor, if it was measured; 0.5 unless given.
         attn_implementation: transformers' name; None for what transformers would choose.
@@ -164,14 +172,20 @@ def plan_memory(
         )
     facts = _facts(model_or_config)
     shape = shape_of(facts)
-    start, fixed = _configured_mode(grpo_config, peft_config, mode)
     job = job_of(grpo_config, prompt_tokens=prompt_len, rank=_rank(peft_config), engine=engine)
+    if mode == AS_CONFIGURED and is_automatic(grpo_config):
+        mode = None  # the trainer will search too
+    if mode is None or mode == AS_CONFIGURED:
+        configured = read_mode(grpo_config, peft_config, job, exact=mode is not None)
+    else:
+        configured = Configured(named_mode(mode), frozenset())
     request = _Request(
         facts=facts,
         shape=shape,
         job=job,
-        start=start,
-        fixed=fixed,
+        start=configured.mode,
+        fixed=frozenset() if mode is not None else configured.fixed,
+        unclear=configured.doubts,
         is_given=mode is not None,
         allow=tuple(allow),
         peft=peft_config,
@@ -194,7 +208,8 @@ def plan_memory(
     name = str(facts.get("_name_or_path") or shape.model_type)
     if isinstance(model_or_config, str):
         name = full_name(model_or_config)
-    return replace(plan, model=name, seconds=time.perf_counter() - started)
+    peft = dict(peft_config) if isinstance(peft_config, Mapping) else None
+    return replace(plan, model=name, peft=peft, seconds=time.perf_counter() - started)
 
 
 @dataclass(frozen=True)
@@ -206,6 +221,7 @@ class _Request:
     job: Job
     start: MemoryMode
     fixed: frozenset[str]
+    unclear: tuple[str, ...]
     is_given: bool
     allow: tuple[str, ...]
     peft: Any
@@ -236,16 +252,6 @@ def _rank(peft: Any) -> int:
     if peft is None:
         return DEFAULT_RANK
     return int(peft.get("r", DEFAULT_RANK) if isinstance(peft, Mapping) else getattr(peft, "r", DEFAULT_RANK))
-
-
-def _configured_mode(config: Any, peft: Any, given: MemoryMode | str | None) -> tuple[MemoryMode, frozenset[str]]:
-    """Return the mode that the settings describe and the fields that they fix."""
-    if given is not None:
-        return named_mode(given), frozenset()
-    memory = getattr(config, "memory", None)
-    if memory not in (None, AUTO):
-        return named_mode(memory), asked_fields(memory) - {"tuning", "base"}
-    return MemoryMode(tuning="lora" if peft is not None else "full"), frozenset()
 
 
 def _simulated_plan(request: _Request, *, in_full: bool) -> MemoryPlan:
@@ -341,7 +347,7 @@ def _assumptions(request: _Request, why_padded: str | None) -> list[str]:
 def _doubts(request: _Request) -> list[str]:
     text = request.facts.get("text_config") or request.facts
     kinds = {str(kind) for kind in text.get("layer_types") or ()}
-    doubts = []
+    doubts = list(request.unclear)
     for word in _OTHER_STATES:
         if any(word in kind for kind in kinds) or word in request.shape.model_type:
             doubts.append(f"{word} layers keep states that are not counted")

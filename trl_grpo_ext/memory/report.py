@@ -27,7 +27,9 @@ def explain(plan: MemoryPlan) -> str:
     if plan.host_ram:
         lines.append(f"Host memory: {plan.host_ram / GIB:.1f} GiB for what is kept off the card.")
     lines += [f"Turned down: {note}." for note in plan.notes]
-    lines += [f"To make it fit: {change.change} ({change.process_gib:.1f} GiB)." for change in plan.alternatives]
+    lines += [
+        f"To make it fit: {change.change} (the run takes {change.process_gib:.1f} GiB)." for change in plan.alternatives
+    ]
     return " ".join(lines)
 
 
@@ -71,26 +73,26 @@ def settings(plan: MemoryPlan) -> dict[str, Any]:
 
 
 def to_yaml(plan: MemoryPlan) -> str:
-    """Return the ``trainer`` and ``peft`` sections of a recipe."""
+    """Return the ``model``, ``trainer`` and ``peft`` sections of a recipe.
+
+    Every lever is written out, so that laid over a recipe the sections leave nothing of what it said before.
+    """
     import yaml
 
-    job = plan.job
+    job, chosen = plan.job, settings(plan)
     trainer: dict[str, Any] = {
-        "memory": settings(plan)["memory"],
+        "memory": chosen.pop("memory"),
         "max_completion_length": job.completion_tokens,
         "num_generations": job.num_generations,
         "per_device_train_batch_size": job.rows_per_pass,
         "gradient_accumulation_steps": job.num_completions // job.rows_per_pass,
+        **chosen,
     }
     if job.autocast == "bfloat16":
         trainer["bf16"] = True
-    if job.uses_vllm:
-        trainer["use_vllm"] = plan.mode.vllm_gpu_memory_utilization is not None
-        if trainer["use_vllm"]:
-            trainer["vllm_mode"] = "colocate"
-    recipe: dict[str, Any] = {"model": {"name": plan.model, "dtype": "bfloat16"}, "trainer": trainer}
-    if plan.mode.tuning == "lora":
-        recipe["peft"] = {"r": job.rank}
+    dtype = "bfloat16" if plan.mode.quantised else plan.mode.base
+    recipe: dict[str, Any] = {"model": {"name": plan.model, "dtype": dtype}, "trainer": trainer}
+    recipe["peft"] = {**(plan.peft or {}), "r": job.rank} if plan.mode.tuning == "lora" else None
     return yaml.safe_dump(recipe, sort_keys=False)
 
 

@@ -145,9 +145,11 @@ def read_config(model: str) -> dict[str, Any]:
     cached = _cached_config(model)
     if cached is not None:
         return json.loads(cached.read_text(encoding="utf-8"))
+    names = [name.split("/")[-1] for name in known]
+    hint = nearest(model.split("/")[-1], names)
     raise ConfigurationError(
-        f"the sizes of {model!r} are not known offline; give a directory with its config.json, or the file itself."
-        f"{nearest(model.split('/')[-1], [name.split('/')[-1] for name in known])}"
+        f"the sizes of {model!r} are not known offline, and the hub is not asked; give a directory with its "
+        f"config.json, the file itself, or one of {', '.join(dict.fromkeys(names))}.{hint}"
     )
 
 
