@@ -111,8 +111,13 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
 @cache
 def known_models() -> dict[str, dict[str, Any]]:
     """Return the configs that come along, by hub id."""
-    entries = json.loads(_DATA.read_text(encoding="utf-8"))
-    return {name: entry["config"] for entry in entries for name in entry["names"]}
+    return {name: entry["config"] for entry in _entries() for name in entry["names"]}
+
+
+@cache
+def _entries() -> list[dict[str, Any]]:
+    """Return what comes along: a config, and the names of all the models that have it."""
+    return json.loads(_DATA.read_text(encoding="utf-8"))
 
 
 def full_name(model: str) -> str:
@@ -145,11 +150,11 @@ def read_config(model: str) -> dict[str, Any]:
     cached = _cached_config(model)
     if cached is not None:
         return json.loads(cached.read_text(encoding="utf-8"))
-    names = [name.split("/")[-1] for name in known]
-    hint = nearest(model.split("/")[-1], names)
+    hint = nearest(model.split("/")[-1], [name.split("/")[-1] for name in known])
+    sizes = ", ".join(entry["names"][0].split("/")[-1] for entry in _entries())
     raise ConfigurationError(
-        f"the sizes of {model!r} are not known offline, and the hub is not asked; give a directory with its "
-        f"config.json, the file itself, or one of {', '.join(dict.fromkeys(names))}.{hint}"
+        f"the sizes of {model!r} are not known offline, and the hub is not asked.{hint} Give a directory with its "
+        f"config.json, the file itself, or one of {sizes} (their instruct, coder and math variants too)"
     )
 
 
