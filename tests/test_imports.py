@@ -19,6 +19,7 @@ PACKAGE = ROOT / "trl_grpo_ext"
 LAYERS = {
     "_version": 0,
     "errors": 0,
+    "written": 0,
     "types": 0,
     "source_fields": 0,
     "choices": 1,
@@ -35,6 +36,7 @@ LAYERS = {
     "memory.forwards": 3,
     "memory.simulate": 3,
     "memory.job": 3,
+    "memory.configured": 3,
     "memory.bound": 3,
     "memory.estimate": 3,
     "memory.search": 3,

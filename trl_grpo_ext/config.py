@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -289,21 +288,6 @@ class RewardSettings(NamedTuple):
     def of(cls, args: Any) -> RewardSettings:
         """Return the settings in ``args``; a plain ``trl.GRPOConfig`` gets our defaults."""
         return cls(*(setting(args, f"reward_{name}") for name in cls._fields))
-
-
-def written_settings(args: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Return those of the settings ``names`` that the user wrote, with their values.
-
-    Written is what was passed to the constructor, and what differs from its default (assigned later, or passed to a
-    plain ``trl.GRPOConfig``, which does not say).
-    """
-    defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    passed: frozenset[str] = getattr(args, "_written", frozenset())
-    return {
-        name: getattr(args, name)
-        for name in names
-        if hasattr(args, name) and (name in passed or getattr(args, name) != defaults.get(name))
-    }
 
 
 def setting(args: Any, name: str) -> Any:

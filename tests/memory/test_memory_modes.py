@@ -23,13 +23,13 @@ from transformers import BitsAndBytesConfig
 from trl import GRPOConfig, TrlParser
 
 from trl_grpo_ext import GroupRelativeConfig
-from trl_grpo_ext.config import written_settings
 from trl_grpo_ext.errors import ConfigurationError
 from trl_grpo_ext.memory.allocator import request_expandable_segments
 from trl_grpo_ext.memory.auto import choose_mode
 from trl_grpo_ext.memory.mode import NAMED_MODES, MemoryMode, asked_fields, named_mode
 from trl_grpo_ext.memory.modes import base_dtype, config_changes
 from trl_grpo_ext.policy.card import longest_prompt, planner_for_card
+from trl_grpo_ext.written import written_settings
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "mistral")
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from trl_grpo_ext.memory.job import Job
 from trl_grpo_ext.memory.mode import AUTO, MemoryMode, asked_fields, named_mode
 from trl_grpo_ext.memory.modes import LEVERS
+from trl_grpo_ext.written import written_settings
 
 # Other names of optimisers whose states have the same size.
 _SAME_STATES = {"adamw_torch": "adamw_torch_fused", "adamw_bnb_8bit": "adamw_8bit"}
@@ -73,8 +74,6 @@ def read_mode(config: Any, peft: Any, job: Job, *, exact: bool = False) -> Confi
 def _written_levers(config: Any, job: Job) -> dict[str, Any]:
     """Return the levers that the user set, by name; vLLM's only where it samples."""
     if dataclasses.is_dataclass(config):
-        from trl_grpo_ext.config import written_settings
-
         written = written_settings(config, LEVERS)
     else:
         written = {name: getattr(config, name, None) for name in LEVERS}

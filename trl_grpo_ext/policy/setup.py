@@ -18,7 +18,7 @@ from packaging.version import Version
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import create_model_from_path
 
-from trl_grpo_ext.config import setting, written_settings
+from trl_grpo_ext.config import setting
 from trl_grpo_ext.errors import ConfigurationError
 from trl_grpo_ext.memory import adapter as adapters
 from trl_grpo_ext.memory import modes
@@ -27,6 +27,7 @@ from trl_grpo_ext.memory.auto import choose_mode
 from trl_grpo_ext.memory.mode import AUTO, MemoryMode, asked_fields, named_mode
 from trl_grpo_ext.memory.quantised import bits_of
 from trl_grpo_ext.policy.card import planner_for_card
+from trl_grpo_ext.written import written_settings
 
 logger = logging.getLogger(__name__)
 
