@@ -63,6 +63,20 @@ def test_an_inner_phase_counts_for_the_outer_one_and_not_the_other_way_round() -
     assert watch.take_metrics() == {"memory/train_peak_gib": 9.0, "memory/score_peak_gib": 2.0}
 
 
+def test_the_highest_of_all_outlives_every_phase() -> None:
+    allocator = Allocator()
+    watch = MemoryWatch(allocator.meter)
+    allocator.use(11)
+    allocator.use(-11)
+    with watch.watching("train"):
+        allocator.use(9)
+        allocator.use(-9)
+    watch.take_metrics()
+    assert watch.highest_bytes == 11 * GIB
+    allocator.use(13)
+    assert watch.highest_bytes == 13 * GIB
+
+
 def test_a_phase_that_failed_is_still_named() -> None:
     watch = MemoryWatch(Allocator().meter)
     with pytest.raises(ZeroDivisionError), watch.watching("generate"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import tempfile
 import traceback
 import warnings
@@ -20,6 +18,7 @@ from trl import GRPOTrainer
 from trl_grpo_ext.bench.clock import PhaseClock
 from trl_grpo_ext.bench.floor import TokenCounts, floor_seconds
 from trl_grpo_ext.bench.jobs import scripted_completions
+from trl_grpo_ext.memory.watch import resident_bytes
 from trl_grpo_ext.trainer import GroupRelativeTrainer
 
 
@@ -90,7 +89,7 @@ class Turnstile(TrainerCallback):
         seconds = self._clock.stop()
         share = self._trainer._metrics["train"].get("window/scored_token_share")
         counts = self._counts._replace(scored_share=share[-1] if share else 1.0)
-        answer: dict[str, Any] = {"seconds": seconds, "counts": counts, "peak_bytes": peak_bytes()}
+        answer: dict[str, Any] = {"seconds": seconds, "counts": counts, "peak_bytes": peak_bytes(self._trainer)}
         if self._measures_floor and state.global_step == state.max_steps:
             model = self._trainer.accelerator.unwrap_model(self._trainer.model)
             answer["floor"] = floor_seconds(model, counts)
@@ -113,9 +112,10 @@ class Turnstile(TrainerCallback):
         return result
 
 
-def peak_bytes() -> int:
+def peak_bytes(trainer: Any) -> int:
     """Return the most memory this process held: of the GPU where there is one, else of the process (resident set)."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    if not torch.cuda.is_available():
+        return resident_bytes()[0]
+    # Our trainer starts torch's counter anew for every phase and keeps the highest itself.
+    watch = getattr(trainer, "_watch", None)
+    return torch.cuda.max_memory_allocated() if watch is None else watch.highest_bytes

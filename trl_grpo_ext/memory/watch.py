@@ -30,6 +30,12 @@ class MemoryWatch:
         self.planned_gib = dict(planned_gib or {})
         self._peaks: dict[str, int] = {}
         self._open: list[str] = []
+        self._highest = 0
+
+    @property
+    def highest_bytes(self) -> int:
+        """The most memory held at any time so far, in a phase or between two; resetting the meter does not lose it."""
+        return max(self._highest, self._meter.peak())
 
     @property
     def phase(self) -> str | None:
@@ -49,7 +55,7 @@ class MemoryWatch:
     def begin(self, phase: str) -> None:
         """Start a phase; a phase around it goes on afterwards."""
         self._note()
-        self._meter.reset()
+        self._restart_meter()
         self._open.append(phase)
 
     def end(self) -> None:
@@ -57,7 +63,7 @@ class MemoryWatch:
         self._note()
         if self._open:
             self._open.pop()
-        self._meter.reset()
+        self._restart_meter()
 
     def abandon(self) -> None:
         """Forget phases that an error left open."""
@@ -72,6 +78,10 @@ class MemoryWatch:
                 metrics[f"memory/{phase}_planned_gib"] = self.planned_gib[phase]
         self._peaks = {}
         return metrics
+
+    def _restart_meter(self) -> None:
+        self._highest = self.highest_bytes
+        self._meter.reset()
 
     def _note(self) -> None:
         if self._open:
