@@ -20,6 +20,7 @@ from trl_grpo_ext.errors import MemoryBudgetError
 from trl_grpo_ext.memory.levers import Levers, advice
 from trl_grpo_ext.memory.oom import TokenBudget, first_line, is_out_of_memory
 from trl_grpo_ext.memory.watch import MemoryWatch
+from trl_grpo_ext.monitor.files import write_json
 
 BUDGETS_FILE = "memory_budgets.json"
 
@@ -156,9 +157,8 @@ class BudgetStepMixin(GRPOTrainer):
         """Add the metrics of a step to TRL's."""
         if not self._logs_memory:
             return
-        budgets = (self._train_budget, self._score_budget, self._generation_budget)
         values = self._watch.take_metrics()
-        values["memory/oom_retries"] = float(sum(budget.num_halvings for budget in budgets))
+        values["memory/oom_retries"] = float(sum(budget.num_halvings for budget in self._budgets().values()))
         for budget in (self._train_budget, self._generation_budget):
             if budget.max_tokens is not None:
                 values[f"memory/{budget.setting}"] = float(budget.max_tokens)
@@ -170,7 +170,7 @@ class BudgetStepMixin(GRPOTrainer):
         if self.args.should_save and any(budget.num_halvings for budget in self._budgets().values()):
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
             states = {name: budget.state_dict() for name, budget in self._budgets().items()}
-            (folder / BUDGETS_FILE).write_text(json.dumps(states), encoding="utf-8")
+            write_json(folder / BUDGETS_FILE, states)
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

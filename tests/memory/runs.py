@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from harness import ScriptedRollouts, prompt_rows, scripted_reward, settings
-from peft import LoraConfig, PeftModel, get_peft_model
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from peft import LoraConfig, get_peft_model
+from tiny import save_tiny, tiny_tokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_grpo_ext import GroupRelativeConfig, GroupRelativeTrainer
@@ -89,15 +89,3 @@ def adapter_state(model: Any, name: str = "default") -> dict[str, torch.Tensor]:
     from peft import get_peft_model_state_dict
 
     return {key: value.detach().clone() for key, value in get_peft_model_state_dict(model, adapter_name=name).items()}
-
-
-__all__ = [
-    "PeftModel",
-    "adapter_state",
-    "checkpoint",
-    "fresh_lora",
-    "make",
-    "save_adapter",
-    "tiny_model",
-    "trainable_dtypes",
-]

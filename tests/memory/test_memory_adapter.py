@@ -10,21 +10,12 @@ import pytest
 import torch
 from harness import ScriptedRollouts
 from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
-from runs import adapter_state, checkpoint, fresh_lora, make, save_adapter, tiny_model, trainable_dtypes
+from runs import adapter_state, fresh_lora, make, save_adapter, trainable_dtypes
+from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
 from trl_grpo_ext.errors import ConfigurationError
 from trl_grpo_ext.memory.record import PolicyRecord, load_record
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return checkpoint(tmp_path_factory.mktemp("base"))
-
-
-@pytest.fixture(scope="module")
-def adapter(base: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_adapter(base, tmp_path_factory.mktemp("adapter"))
 
 
 @pytest.fixture(scope="module")

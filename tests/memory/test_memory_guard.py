@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from runs import make, tiny_model
+from runs import make
+from tiny import tiny_model
 from torch import nn
 
 from trl_grpo_ext.errors import NothingTrainedError

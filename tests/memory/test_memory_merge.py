@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from peft import PeftModel
-from runs import checkpoint, make, save_adapter
+from runs import checkpoint, make
 from tiny import tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,16 +23,6 @@ from trl_grpo_ext.memory.record import load_record
 # Quantised, but computing in float32, so that the comparison sees nothing but the weights.
 FLOAT32 = {"model_init_kwargs": {"dtype": "float32"}}
 IDS = torch.arange(3, 35).view(2, 16)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return checkpoint(tmp_path_factory.mktemp("base"))
-
-
-@pytest.fixture(scope="module")
-def adapter(base: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_adapter(base, tmp_path_factory.mktemp("adapter"))
 
 
 @torch.no_grad()

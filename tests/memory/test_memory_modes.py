@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from runs import checkpoint, fresh_lora, make, tiny_model, trainable_dtypes
-from tiny import tiny_prompts, tiny_tokenizer
+from runs import checkpoint, fresh_lora, make, trainable_dtypes
+from tiny import tiny_model, tiny_prompts, tiny_tokenizer
 from transformers import BitsAndBytesConfig
 from trl import GRPOConfig, TrlParser
 

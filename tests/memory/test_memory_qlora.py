@@ -8,22 +8,12 @@ from typing import Any
 import pytest
 import torch
 from harness import ScriptedRollouts
-from runs import adapter_state, checkpoint, make, save_adapter, trainable_dtypes
+from runs import adapter_state, make, trainable_dtypes
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from trl_grpo_ext.memory.quantised import keep_differentiable
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return checkpoint(tmp_path_factory.mktemp("base"))
-
-
-@pytest.fixture(scope="module")
-def adapter(base: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_adapter(base, tmp_path_factory.mktemp("adapter"))
 
 
 SMALL_STEPS: dict[str, Any] = {"learning_rate": 1e-6, "max_steps": 20, "optim": "adamw_torch", "max_grad_norm": 1.0}

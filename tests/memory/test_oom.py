@@ -25,6 +25,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny(tmp_path_factory.mktemp("tiny"))
 
 
+def ready(model: Any, directory: Any, **fields: Any) -> tuple[Any, Record]:
+    """Return a trainer of two steps of 16 completions, cut into passes, and its record."""
+    defaults = {"rollouts": ScriptedRollouts(), "gradient_accumulation_steps": 4, "max_tokens_per_micro_batch": 160}
+    return build(True, directory, model=model, rows=prompt_rows(12), **{**defaults, **fields})
+
+
 def train(
     model: Any, directory: Any, phase: str = "", at: tuple[int, ...] = (), *, samples: bool = False, **fields: Any
 ) -> tuple[Any, Record, list[Any]]:
@@ -36,11 +42,8 @@ def train(
         completions.append(completion_ids)
         return scripted_reward(prompts, completion_ids)
 
-    fields = {"gradient_accumulation_steps": 4, "max_tokens_per_micro_batch": 160, **fields}
     rollouts = None if samples else ScriptedRollouts()
-    trainer, record = build(
-        True, directory, model=model, rows=prompt_rows(12), rollouts=rollouts, reward=reward, **fields
-    )
+    trainer, record = ready(model, directory, rollouts=rollouts, reward=reward, **fields)
     with out_of_memory(trainer, phase, at, **injection) if phase else nullcontext():
         trainer.train()
     return trainer, record, completions
@@ -86,15 +89,7 @@ def test_partial_gradients_exist_when_backward_fails(checkpoint: str, tmp_path: 
     def look() -> None:
         seen.append(any(p.grad is not None and bool(p.grad.any()) for p in holder[0].model.parameters()))
 
-    trainer, record = build(
-        True,
-        tmp_path,
-        model=checkpoint,
-        rows=prompt_rows(12),
-        rollouts=ScriptedRollouts(),
-        gradient_accumulation_steps=4,
-        max_tokens_per_micro_batch=160,
-    )
+    trainer, record = ready(checkpoint, tmp_path)
     holder.append(trainer)
     with out_of_memory(trainer, "train", (1,), place="backward", watch=look):
         trainer.train()
@@ -152,16 +147,7 @@ def test_gradients_that_were_there_survive(checkpoint: str, tmp_path: Any) -> No
                 parameter.grad = torch.full_like(parameter, 0.01)
 
     def run(*injection: Any, **fields: Any) -> Record:
-        trainer, record = build(
-            True,
-            tmp_path,
-            model=checkpoint,
-            rows=prompt_rows(12),
-            rollouts=ScriptedRollouts(),
-            gradient_accumulation_steps=4,
-            max_tokens_per_micro_batch=160,
-            **fields,
-        )
+        trainer, record = ready(checkpoint, tmp_path, **fields)
         trainer.add_callback(Adds())
         with out_of_memory(trainer, *injection, place="backward") if injection else nullcontext():
             trainer.train()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trl_grpo_ext.bench.jobs import JOBS
+from trl_grpo_ext.choices import check_choice
 from trl_grpo_ext.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
@@ -48,8 +49,7 @@ def bench(
     names = list(jobs or "ABCDE")
     dtypes = list(dtype or ["bf16"])
     for value in dtypes:
-        if value not in _DTYPES:
-            raise ConfigurationError(f"--dtype {value} is none of {', '.join(_DTYPES)}.{nearest(value, _DTYPES)}")
+        check_choice("--dtype", value, _DTYPES)
     for name in names:
         if name not in JOBS and not _is_recipe(name):
             raise ConfigurationError(

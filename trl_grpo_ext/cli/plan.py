@@ -14,7 +14,8 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from trl_grpo_ext.errors import ConfigurationError, nearest
+from trl_grpo_ext.choices import check_choice
+from trl_grpo_ext.errors import ConfigurationError
 
 _TUNINGS = ("full", "lora", "qlora", "qlora-8bit", "auto")
 _ENGINES = ("auto", "vllm", "transformers")
@@ -56,9 +57,9 @@ def plan(
     plot: Annotated[Path | None, typer.Option(help="Write a stacked bar of every phase to this file.")] = None,
 ) -> int:
     """Plan the memory of a run before any weight is loaded. Exit code 0: it fits; 1: it does not, or may not."""
-    _check_choice("--engine", engine, _ENGINES)
+    check_choice("--engine", engine, _ENGINES)
     if tuning is not None:
-        _check_choice("--tuning", tuning, _TUNINGS)
+        check_choice("--tuning", tuning, _TUNINGS)
     cards = _cards(gpu)
     if model == "table":
         from trl_grpo_ext.cli.plan_table import Sizes, print_table
@@ -108,11 +109,6 @@ def _cards(text: str) -> list[float]:
     if any(size <= 0 for size in sizes):
         raise ConfigurationError(f"--gpu {text!r}: a card has more than 0 GiB")
     return sizes
-
-
-def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigurationError(f"{option} {value!r} is none of {', '.join(choices)}.{nearest(value, choices)}")
 
 
 def _read_request(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,12 +40,7 @@ def run_preflight(prepared: Prepared, *, gpu_gib: float | None = None, probe: bo
     total, group = recipe.completions_per_step(int(os.environ.get("WORLD_SIZE", "1")))
     answers = [check_data(len(prompts), total, group)]
     try:
-        tokenizer = load_tokenizer(
-            recipe.model.name,
-            revision=recipe.model.revision,
-            trust_remote_code=recipe.model.trust_remote_code,
-            chat=recipe.data.chat,
-        )
+        tokenizer = _tokenizer(prepared)
         config = _model_config(prepared)
     except GroupRelativeError as error:
         return Preflight([*answers, Answer("model", "red", str(error))])
@@ -74,15 +67,19 @@ def run_preflight(prepared: Prepared, *, gpu_gib: float | None = None, probe: bo
 def longest_prompt(prepared: Prepared) -> int:
     """Return the tokens of the longest training prompt of a recipe."""
     recipe = prepared.recipe
-    tokenizer = load_tokenizer(
+    template_kwargs = recipe.trainer.get("chat_template_kwargs") or {}
+    counts, _ = _lengths(prepared, _tokenizer(prepared), _model_config(prepared), template_kwargs)
+    return max(counts, default=1)
+
+
+def _tokenizer(prepared: Prepared) -> Any:
+    recipe = prepared.recipe
+    return load_tokenizer(
         recipe.model.name,
         revision=recipe.model.revision,
         trust_remote_code=recipe.model.trust_remote_code,
         chat=recipe.data.chat,
     )
-    template_kwargs = recipe.trainer.get("chat_template_kwargs") or {}
-    counts, _ = _lengths(prepared, tokenizer, _model_config(prepared), template_kwargs)
-    return max(counts, default=1)
 
 
 def _model_config(prepared: Prepared) -> Any:
@@ -143,7 +140,7 @@ def _lengths(
 
 
 def _fit(prepared: Prepared, longest_prompt: int, gpu_gib: float | None) -> tuple[Answer | None, Any]:
-    """Return the planner's answer and its plan; None where there is no card to plan for, no planner or no plan."""
+    """Return the planner's answer and its plan; None where there is no card to plan for or no plan."""
     import torch
 
     from trl_grpo_ext.preflight.fit import answer_of_plan, answer_without_plan
@@ -155,8 +152,6 @@ def _fit(prepared: Prepared, longest_prompt: int, gpu_gib: float | None) -> tupl
     from trl_grpo_ext.cli.run import trainer_config
 
     planner = load_planner()
-    if planner is None:
-        return None, None
     try:
         recipe = prepared.recipe
         args = trainer_config(recipe, recipe.base_dir)
@@ -175,9 +170,10 @@ def _fit(prepared: Prepared, longest_prompt: int, gpu_gib: float | None) -> tupl
 
 
 def load_planner() -> Any:
-    """Return the module with ``plan_memory``, or None where this version has none."""
-    name = "trl_grpo_ext.memory.plan"
-    return importlib.import_module(name) if importlib.util.find_spec(name) else None
+    """Return the module with ``plan_memory``, which takes torch with it."""
+    from trl_grpo_ext.memory import plan
+
+    return plan
 
 
 def _probe(prepared: Prepared, tokenizer: Any, template_kwargs: dict[str, Any]) -> Answer:

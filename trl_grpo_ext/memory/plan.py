@@ -275,20 +275,16 @@ def _simulated_plan(request: _Request, *, in_full: bool) -> MemoryPlan:
         fits = estimate.process <= limits.process
     else:
         estimate, fits, notes = find_mode(estimator, request.start, request.allow, limits, request.fixed)
-    while in_full:
+    if in_full:
         estimate = estimator.estimate(estimate.mode, in_full=True)
-        if request.is_given or not fits or estimate.process <= limits.process:
-            break
-        # The replay found more than the extrapolation did: search again, that much below the limit.
-        notes.append(f"{estimate.process / GIB:.1f} GiB once replayed, so a smaller mode was sought")
-        tighter = limits.process - (estimate.process - estimator.estimate(estimate.mode).process) - GIB // 10
-        estimate, fits, more = find_mode(
-            estimator, request.start, request.allow, Limits(tighter, request.budget), request.fixed
-        )
-        notes += more
-        estimate = estimator.estimate(estimate.mode, in_full=True)
-        fits = estimate.process <= limits.process
-        break
+        if not request.is_given and fits and estimate.process > limits.process:
+            # The replay found more than the extrapolation did: search once more, that much below the limit.
+            notes.append(f"{estimate.process / GIB:.1f} GiB once replayed, so a smaller mode was sought")
+            tighter = limits.process - (estimate.process - estimator.estimate(estimate.mode).process) - GIB // 10
+            below = Limits(tighter, request.budget)
+            estimate, _, more = find_mode(estimator, request.start, request.allow, below, request.fixed)
+            notes += more
+            estimate = estimator.estimate(estimate.mode, in_full=True)
     fits = estimate.process <= limits.process
     assumptions = [*_assumptions(request, estimator.why_padded), *estimate.doubts]
     doubts = [*estimate.doubts, *_doubts(request)]

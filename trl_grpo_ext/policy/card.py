@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-_PLANNER = "trl_grpo_ext.memory.plan"
 # The longest prompts in characters; the longest in tokens is among so many of them.
 _TOKENISED = 64
 # Where the data cannot be measured: a stream, or no tokenizer at hand.
@@ -18,7 +16,7 @@ _ASSUMED_PROMPT = 1024
 def planner_for_card(
     model: Any, args: Any, peft_config: Any, train_dataset: Any, processing_class: Any
 ) -> Callable[[], Any] | None:
-    """Return a function that plans this run for this process's card, or None without a CUDA card or a planner.
+    """Return a function that plans this run for this process's card, or None without a CUDA card.
 
     Args:
         model: A name or a model; its configuration is what is planned.
@@ -27,7 +25,7 @@ def planner_for_card(
         train_dataset: The longest prompt is looked for here.
         processing_class: The tokenizer, if the user gave one.
     """
-    if args.device.type != "cuda" or importlib.util.find_spec(_PLANNER) is None:
+    if args.device.type != "cuda":
         return None
 
     def plan() -> Any:
