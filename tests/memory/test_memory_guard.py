@@ -133,11 +133,12 @@ def test_a_run_of_dead_groups_is_told_apart(caplog: pytest.LogCaptureFixture) ->
     assert caplog.text == ""
 
 
-def test_no_verdict_where_the_learning_rate_was_zero_or_no_step_was_made() -> None:
+def test_no_verdict_where_the_learning_rate_was_zero_or_no_step_was_made(caplog: pytest.LogCaptureFixture) -> None:
     Runs().guard.finish(nn.Linear(2, 2))
     runs = Runs()
     runs.step(0.0, rate=0.0)
     runs.guard.finish(runs.model)
+    assert caplog.text == ""
 
 
 def test_a_resumed_run_is_not_judged_by_its_last_part(caplog: pytest.LogCaptureFixture) -> None:
