@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from trl_grpo_ext.cli.rundir import RunDirectory
+from trl_grpo_ext.errors import ConfigurationError
 from trl_grpo_ext.recipe import Recipe, parse_recipe
 
 
@@ -51,6 +53,33 @@ def test_a_finished_run_goes_on_only_if_asked_for_more(
     # A run that goes on has no summary until it ends again, so that a kill on the way leaves an unfinished one.
     assert (tmp_path / "summary.json").exists() is done
     assert (tmp_path / "recipe.yaml").exists() is not done
+
+
+@pytest.mark.parametrize(("asked", "steps", "now", "done"), CASES)
+def test_a_directory_from_before_asked_was_written(
+    tmp_path: Path, asked: tuple[int, float], steps: int, now: dict[str, Any], done: bool
+) -> None:
+    """Its recipe.yaml says what was asked for, and whether it was a control run; there is no run.json."""
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "summary.json").write_text(json.dumps({"steps": steps}))
+    then = recipe_of(max_steps=asked[0], num_train_epochs=asked[1])
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**then.raw, "control": False}))
+    assert resumed(tmp_path, recipe_of(**now)).is_finished is done
+
+
+def test_a_summary_that_says_neither_length_nor_recipe(tmp_path: Path) -> None:
+    for now, done in (({"max_steps": 3}, True), ({"num_train_epochs": 1}, False)):
+        (tmp_path / "metrics.jsonl").touch()
+        (tmp_path / "recipe.yaml").unlink(missing_ok=True)
+        (tmp_path / "summary.json").write_text(json.dumps({"steps": 3}))
+        assert resumed(tmp_path, recipe_of(**now)).is_finished is done
+
+
+def test_an_older_control_run_is_not_continued_as_another(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**recipe_of().raw, "control": True}))
+    with pytest.raises(ConfigurationError, match="control was True in the earlier run and is False now"):
+        resumed(tmp_path, recipe_of())
 
 
 def test_a_run_without_summary_is_not_finished(tmp_path: Path) -> None:

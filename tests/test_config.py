@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import HfArgumentParser
 from trl import GRPOConfig
 from trl.trainer import grpo_trainer
 
@@ -39,6 +40,24 @@ def test_eval_batch_is_rounded_to_whole_groups(tmp_path: Path, caplog: pytest.Lo
     assert config(tmp_path, num_generations=4, per_device_eval_batch_size=3).per_device_eval_batch_size == 4
     single = config(tmp_path, num_generations=4, num_generations_eval=1, per_device_eval_batch_size=7)
     assert single.per_device_eval_batch_size == 7
+
+
+def test_only_an_eval_batch_that_somebody_wrote_is_worth_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """TRL's default of 8 is rounded in silence, an 8 of the user's own is not; nor is a number given to a parser."""
+    threes = {"num_generations": 3, "per_device_train_batch_size": 6}
+    assert config(tmp_path, **threes).per_device_eval_batch_size == 6
+    assert "whole groups" not in caplog.text
+    assert config(tmp_path, **threes, per_device_eval_batch_size=8).per_device_eval_batch_size == 6
+    assert caplog.text.count("whole groups") == 1
+    parser = HfArgumentParser(GroupRelativeConfig)
+    words = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false", "--num_generations", "3"]
+    words += ["--per_device_train_batch_size", "6"]
+    parser.parse_args_into_dataclasses(words)
+    assert caplog.text.count("whole groups") == 1
+    parser.parse_args_into_dataclasses([*words, "--per_device_eval_batch_size", "7"])
+    assert caplog.text.count("whole groups") == 2
 
 
 def test_best_model_is_chosen_by_reward_unless_told_otherwise(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from trl import GRPOConfig
 from trl_grpo_ext.choices import TRL_CHOICES, check_choice
 from trl_grpo_ext.errors import ConfigurationError
 from trl_grpo_ext.memory.mode import AUTO, MemoryMode, named_mode
+from trl_grpo_ext.written import written_settings
 
 logger = logging.getLogger(__name__)
 
@@ -227,14 +228,15 @@ class GroupRelativeConfig(GRPOConfig):
         if (self.per_device_eval_batch_size * num_processes) % group == 0:
             return
         aligned = max(self.per_device_eval_batch_size // group, 1) * group
-        logger.warning(
-            "per_device_eval_batch_size=%d does not hold whole groups of %d completions; using %d. Any multiple of %d "
-            "is legal; num_generations_eval=1 allows every size.",
-            self.per_device_eval_batch_size,
-            group,
-            aligned,
-            group,
-        )
+        if written_settings(self, ("per_device_eval_batch_size",)):  # else nobody chose what is rounded
+            logger.warning(
+                "per_device_eval_batch_size=%d does not hold whole groups of %d completions; using %d. Any multiple of "
+                "%d is legal; num_generations_eval=1 allows every size.",
+                self.per_device_eval_batch_size,
+                group,
+                aligned,
+                group,
+            )
         self.per_device_eval_batch_size = aligned
 
 

@@ -217,8 +217,6 @@ def trainer_config(recipe: Recipe, output_dir: Path) -> GroupRelativeConfig:
     if not torch.cuda.is_available() and not _other_accelerator():
         # TRL's default is bf16 autocast, which the CPU backend refuses; the weights keep the dtype they are loaded in.
         values |= {"use_cpu": True, "bf16": False}
-    if (group := recipe.trainer.get("num_generations")) is not None:
-        values["per_device_eval_batch_size"] = group  # whole groups: nobody asked for a size that must be rounded
     values |= {**recipe.trainer, "output_dir": str(output_dir), "disable_tqdm": True}
     values["model_init_kwargs"] = {**_model_init_kwargs(recipe), **(recipe.trainer.get("model_init_kwargs") or {})}
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -172,10 +173,22 @@ class RunDirectory:
             return False
         summary = json.loads(self.summary.read_text(encoding="utf-8"))
         max_steps, epochs = recipe.asked_length()
-        asked = summary["asked"]
+        asked_steps, asked_epochs = self._earlier_length(recipe, summary)
         if max_steps > 0:  # then TRL ignores the epochs
-            return max_steps <= max(summary["steps"], asked["max_steps"])
-        return asked["max_steps"] <= 0 and epochs <= asked["num_train_epochs"]
+            return max_steps <= max(summary["steps"], asked_steps)
+        return asked_steps <= 0 and epochs <= asked_epochs
+
+    def _earlier_length(self, recipe: Recipe, summary: dict[str, Any]) -> tuple[int, float]:
+        """Return (max_steps, num_train_epochs) that the finished run was asked for.
+
+        Summaries did not always say so; the copy of the recipe beside an older one does. With neither, no number of
+        epochs counts as done, so that the run goes on rather than ends too early.
+        """
+        if (asked := summary.get("asked")) is not None:
+            return asked["max_steps"], asked["num_train_epochs"]
+        if not self.recipe_copy.is_file():
+            return summary["steps"], 0.0
+        return replace(recipe, trainer=read_yaml(self.recipe_copy).get("trainer") or {}).asked_length()
 
     def _check_same(self, description: dict[str, Any], control: bool) -> None:
         """Raise if the earlier run was another one: its checkpoint would be continued with another task or model."""
@@ -184,6 +197,7 @@ class RunDirectory:
         earlier = read_yaml(self.recipe_copy)
         if self.kind.is_file():
             earlier |= json.loads(self.kind.read_text(encoding="utf-8"))
+        if "control" in earlier:  # in older directories it stands in the copy of the recipe
             description = {**description, "control": control}
         for section in sorted({*earlier, *description} - _MAY_CHANGE):
             old, new = earlier.get(section), description.get(section)
