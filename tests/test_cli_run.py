@@ -13,7 +13,9 @@ import yaml
 from tiny import save_tiny
 
 from trl_grpo_ext.cli.main import main
-from trl_grpo_ext.recipe import parse_recipe
+from trl_grpo_ext.cli.prepare import prepare
+from trl_grpo_ext.cli.rundir import RunDirectory
+from trl_grpo_ext.recipe import load_recipe
 
 LETTERS = """
 def letters(completions, **_):
@@ -90,9 +92,26 @@ def test_every_result_is_there(folder: Path, trained: Path) -> None:
     assert [entry["step"] for entry in steps if "reward" in entry] == [1, 2, 3, 4]
     assert all(entry["rewards/accuracy_strict/mean"] is not None for entry in steps if "reward" in entry)
     assert (trained / "examples.md").read_text().count("\n| What is") == 3
-    left = parse_recipe(yaml.safe_load((trained / "recipe.yaml").read_text()), folder / "tiny.yaml")
-    assert left.trainer["seed"] == 3
     assert "control:" not in (trained / "README.md").read_text()
+
+
+def test_the_recipe_that_a_run_leaves_can_be_run_where_it_lies(folder: Path, trained: Path, tmp_path: Path) -> None:
+    """Model, data and reward module lie beside the original; a copy of the copy finds them too."""
+    directory = RunDirectory(tmp_path / "again")
+    directory.open(load_recipe(trained / "recipe.yaml"), resume=False, overwrite=False, control=False)
+    directory.begin(load_recipe(trained / "recipe.yaml"), control=False)
+    directory.close()
+    for copy in (trained / "recipe.yaml", directory.recipe_copy):
+        left = prepare(copy, [])
+        assert left.recipe.trainer["seed"] == 3
+        assert Path(left.recipe.model.name).resolve() == (folder / "model").resolve()
+        assert left.rewards.names == ["exact", "letters"]
+        assert len(left.splits.train) == 24
+
+
+def test_the_copy_goes_on_with_its_own_run(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("train", "--no-check", str(trained / "recipe.yaml"), "--output-dir", str(trained), "--resume")
+    assert "already finished" in capsys.readouterr().out
 
 
 def test_monitors_do_not_count(trained: Path) -> None:

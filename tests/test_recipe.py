@@ -175,6 +175,20 @@ def test_paths_are_relative_to_the_recipe(tmp_path: Path) -> None:
         load_recipe(tmp_path / "r.yaml", ["data.file=dd.csv"])
 
 
+def test_base_dir_moves_where_the_paths_of_a_recipe_start(tmp_path: Path) -> None:
+    (tmp_path / "there" / "lora").mkdir(parents=True)
+    (tmp_path / "there" / "rows.jsonl").touch()
+    (tmp_path / "here").mkdir()
+    raw = {"base_dir": "../there", "model": "m", "data": {"file": "rows.jsonl"}, "rewards": ["exact"]}
+    recipe = parse_recipe({**raw, "trainer": {"adapter": "lora"}}, tmp_path / "here" / "r.yaml")
+    assert recipe.base_dir == (tmp_path / "there").resolve()
+    assert [path.resolve() for path in recipe.data.files] == [(tmp_path / "there" / "rows.jsonl").resolve()]
+    assert Path(recipe.trainer["adapter"]).resolve() == (tmp_path / "there" / "lora").resolve()
+    for wrong in ("../nowhere", "../there/rows.jsonl", 3):
+        with pytest.raises(ConfigurationError, match=f"base_dir is {wrong!r}, and there is no such directory"):
+            parse_recipe({**raw, "base_dir": wrong}, tmp_path / "here" / "r.yaml")
+
+
 def test_memory_stands_beside_the_trainer_or_in_it(tmp_path: Path) -> None:
     assert parse_recipe({**RAW, "memory": "qlora"}, tmp_path / "r.yaml").trainer["memory"] == "qlora"
     inside = parse_recipe({**RAW, "trainer": {"memory": {"base": "nf4"}}}, tmp_path / "r.yaml")

@@ -1,7 +1,8 @@
 """What a recipe says, checked before anything heavy is imported.
 
-A recipe is a YAML mapping with ``model``, ``data``, ``rewards``, ``trainer``, ``memory``, ``peft`` and ``eval``. Every
-key at every level is known here or read from the class it feeds; an unknown one is refused with the nearest right name.
+A recipe is a YAML mapping with ``model``, ``data``, ``rewards``, ``trainer``, ``memory``, ``peft``, ``eval`` and
+``base_dir``. Every key at every level is known here or read from the class it feeds; an unknown one is refused with the
+nearest right name.
 Nothing in this file imports torch, TRL, transformers or PEFT.
 """
 
@@ -19,7 +20,7 @@ from trl_grpo_ext.data.sources import SUFFIXES
 from trl_grpo_ext.data.spec import DataSpec
 from trl_grpo_ext.errors import ConfigurationError, nearest
 from trl_grpo_ext.memory.mode import AUTO, named_mode
-from trl_grpo_ext.recipe_yaml import apply_overrides, read_yaml
+from trl_grpo_ext.recipe_yaml import apply_overrides, base_dir_of, read_yaml
 from trl_grpo_ext.source_fields import UNKNOWN, Field, fits, lora_fields, trainer_fields
 
 # Trainer fields whose annotation says less than they take: TRL maps these booleans to words itself.
@@ -78,7 +79,8 @@ class Recipe:
     """A checked recipe.
 
     Attributes:
-        path: the file it came from; relative paths in it are relative to that file's folder.
+        path: the file it came from.
+        base_dir: the folder that relative paths and reward modules are looked up in.
         model: the starting weights.
         data: where prompts come from and how they are split.
         rewards: entries for ``build_rewards``.
@@ -89,6 +91,7 @@ class Recipe:
     """
 
     path: Path
+    base_dir: Path
     model: ModelSpec
     data: DataSpec
     rewards: list[Any]
@@ -101,11 +104,6 @@ class Recipe:
     def name(self) -> str:
         """The file's name without its ending; the default name of the output directory."""
         return self.path.stem
-
-    @property
-    def base_dir(self) -> Path:
-        """The folder that relative paths and reward modules are looked up in."""
-        return self.path.resolve().parent
 
     def completions_per_step(self, num_processes: int = 1) -> tuple[int, int]:
         """Return (completions generated at once over all processes, completions per prompt), as TRL will compute them.
@@ -161,8 +159,9 @@ def parse_recipe(raw: Mapping[str, Any], path: Path) -> Recipe:
     Raises:
         ConfigurationError: one line for the first mistake found.
     """
-    sections = ("model", "data", "rewards", "trainer", "memory", "peft", "eval")
+    sections = ("model", "data", "rewards", "trainer", "memory", "peft", "eval", "base_dir")
     check_keys(raw, sections, "the recipe")
+    base_dir, peft = base_dir_of(raw, path), _peft(raw.get("peft"))
     for needed in ("model", "data", "rewards"):
         if raw.get(needed) is None:
             raise ConfigurationError(f"the recipe has no {needed!r}; it needs model, data and rewards")
@@ -171,15 +170,16 @@ def parse_recipe(raw: Mapping[str, Any], path: Path) -> Recipe:
     for name, allowed in TRL_CHOICES.items():
         if trainer.get(name) is not None:
             check_choice(f"trainer.{name}", trainer[name], allowed)
-    _settle_memory(trainer, raw.get("memory"), has_peft=_peft(raw.get("peft")) is not None)
-    _settle_adapter(trainer, path.resolve().parent, has_peft=_peft(raw.get("peft")) is not None)
+    _settle_memory(trainer, raw.get("memory"), has_peft=peft is not None)
+    _settle_adapter(trainer, base_dir, has_peft=peft is not None)
     recipe = Recipe(
         path=path,
+        base_dir=base_dir,
         model=_model(raw["model"]),
-        data=_data(raw["data"], path.resolve().parent),
+        data=_data(raw["data"], base_dir),
         rewards=_rewards(raw["rewards"]),
         trainer=trainer,
-        peft=_peft(raw.get("peft")),
+        peft=peft,
         eval=_eval(raw.get("eval")),
         raw=dict(raw),
     )

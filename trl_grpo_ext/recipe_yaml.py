@@ -7,7 +7,7 @@ PyYAML follows YAML 1.1, where ``1e-4`` is a string, ``eval_strategy: no`` is Fa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,27 @@ def read_yaml(path: Path) -> dict[str, Any]:
         found = "is empty" if value is None else f"holds a {type(value).__name__}"
         raise ConfigurationError(f"{path}: {found}; a recipe is a mapping with model, data, rewards, trainer")
     return value
+
+
+def base_dir_of(recipe: Mapping[str, Any], path: Path) -> Path:
+    """Return the folder that relative paths in a recipe start from: its ``base_dir``, else the folder it lies in.
+
+    Args:
+        recipe: the mapping.
+        path: the file it came from; ``base_dir`` is relative to its folder.
+
+    Raises:
+        ConfigurationError: if ``base_dir`` is no directory.
+    """
+    folder, base_dir = path.resolve().parent, recipe.get("base_dir")
+    if base_dir is None:
+        return folder
+    if not isinstance(base_dir, str) or not (folder / Path(base_dir).expanduser()).is_dir():
+        raise ConfigurationError(
+            f"base_dir is {base_dir!r}, and there is no such directory seen from {str(folder)!r}; give the folder that "
+            "the other paths in the recipe start from, or leave it out for the recipe's own"
+        )
+    return (folder / Path(base_dir).expanduser()).resolve()
 
 
 def apply_overrides(recipe: dict[str, Any], overrides: Iterable[str]) -> None:

@@ -19,7 +19,7 @@ from trl_grpo_ext.recipe import Recipe
 from trl_grpo_ext.recipe_yaml import read_yaml
 
 # What another run of the same recipe may change and still go on from the same checkpoint.
-_MAY_CHANGE = {"eval"}
+_MAY_CHANGE = {"eval", "base_dir"}
 _MAY_CHANGE_IN_TRAINER = {
     "max_steps",
     "num_train_epochs",
@@ -120,7 +120,9 @@ class RunDirectory:
             self.summary.unlink(missing_ok=True)  # the run goes on, so it is finished no more
         if self._overwrites:
             self._clear()
-        write_text(self.recipe_copy, yaml.safe_dump(recipe.raw, sort_keys=False, allow_unicode=True))
+        said = {section: value for section, value in recipe.raw.items() if section != "base_dir"}
+        copy = {"base_dir": _way_to(recipe.base_dir, self.path), **said}
+        write_text(self.recipe_copy, yaml.safe_dump(copy, sort_keys=False, allow_unicode=True))
         write_json(self.kind, {"control": control})
 
     def _decide(self, recipe: Recipe, *, resume: bool, control: bool) -> None:
@@ -209,6 +211,14 @@ class RunDirectory:
             if old != new:
                 changed = _first_difference(old, new, section)
                 raise ConfigurationError(f"--resume: {changed}; restore it, or start anew with another --output-dir")
+
+
+def _way_to(folder: Path, start: Path) -> str:
+    """Return the path of a folder relative to ``start``, which stays right where both are moved together."""
+    try:
+        return os.path.relpath(folder, start.resolve())
+    except ValueError:  # on another drive of Windows
+        return str(folder)
 
 
 def _first_difference(old: Any, new: Any, where: str) -> str:
