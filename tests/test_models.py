@@ -131,6 +131,14 @@ def test_cache_places(monkeypatch: pytest.MonkeyPatch) -> None:
     assert models.cache_dir() == Path.home() / ".cache" / "trl-grpo"
 
 
+def test_what_a_card_calls_a_model(package: Path, tmp_path: Path) -> None:
+    origin = ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")
+    assert models.published_as(NAME) == origin
+    assert models.published_as(models.resolve_model(NAME)) == origin  # an adapter names the copy as its base
+    assert models.published_as(str(tmp_path)) == (None, None)
+    assert models.published_as("org/name") == ("org/name", None)
+
+
 def test_plain_names(tmp_path: Path) -> None:
     assert models.resolve_model("org/name") == "org/name"
     with pytest.raises(ConfigurationError, match="there is no directory"):

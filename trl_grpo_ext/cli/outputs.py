@@ -11,7 +11,7 @@ from typing import Any
 from trl_grpo_ext.cli.prepare import Prepared
 from trl_grpo_ext.cli.rundir import RunDirectory
 from trl_grpo_ext.errors import MissingDependencyError
-from trl_grpo_ext.models import PYPI_PREFIX, packaged_model
+from trl_grpo_ext.models import published_as
 from trl_grpo_ext.monitor.evaluate import EvalResult, Example, Rate
 from trl_grpo_ext.monitor.files import write_json, write_text
 from trl_grpo_ext.monitor.metrics_log import read_metrics
@@ -96,11 +96,12 @@ def write_results(
     if after is not None:
         earlier = before.examples if before is not None else None
         write_text(directory.examples, examples_markdown(earlier, after.examples, recipe.eval.examples))
-    packaged = packaged_model(recipe.model.name) if recipe.model.name.startswith(PYPI_PREFIX) else None
+    published = published_as(recipe.model.name)
     card = model_card(
         name=name,
-        base_model=packaged.origin if packaged else recipe.model.name,
-        licence=packaged.licence if packaged else None,
+        base=recipe.model.name,
+        published=published.name,
+        licence=published.licence,
         adapter=adapter,
         source=recipe.data.source,
         counts=prepared.splits.counts._asdict(),

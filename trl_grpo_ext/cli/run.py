@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -16,7 +14,7 @@ import transformers
 from rich.console import Console
 from transformers import PrinterCallback, TrainerState, set_seed
 
-from trl_grpo_ext.cli import STARTED
+from trl_grpo_ext.cli import STARTED, command_line
 from trl_grpo_ext.cli.control import ShuffledRewardsTrainer
 from trl_grpo_ext.cli.generate import SAMPLING_DEFAULTS, generate_completions
 from trl_grpo_ext.cli.outputs import load_before, save_before, save_model, write_results
@@ -105,7 +103,7 @@ def run_training(
         "asked": {"max_steps": args.max_steps, "num_train_epochs": args.num_train_epochs},
         "train_seconds": round(train_seconds, 1),
         "wall_seconds": round(time.monotonic() - STARTED, 1),
-        "command": " ".join(["trl-grpo", *map(shlex.quote, sys.argv[1:])]),
+        "command": command_line(),
         "machine": _machine(),
     }
     if args.process_index == 0:

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -18,6 +18,13 @@ from trl_grpo_ext.memory.record import PolicyRecord, load_record, loading_keywor
 DTYPES = ("bfloat16", "float16", "float32")
 
 
+class Merged(NamedTuple):
+    """What was merged: the base by name, and whether in the weights that quantisation left it in training."""
+
+    base: str
+    as_quantised: bool
+
+
 def merge_adapter(
     checkpoint: Path,
     output: Path,
@@ -25,8 +32,8 @@ def merge_adapter(
     base: str | None = None,
     dtype: str = "bfloat16",
     original_base: bool = False,
-) -> None:
-    """Write the model W + s B A with its tokenizer to ``output``; whole or not at all.
+) -> Merged:
+    """Write the model W + s B A with its tokenizer to ``output``, whole or not at all; return what was merged.
 
     An adapter trained on a quantised base has learnt to correct that base, rounding errors included, so by default it
     is merged into the quantised weights as they were, made ordinary numbers again.
@@ -57,6 +64,7 @@ def merge_adapter(
     own_tokenizer = (checkpoint / "tokenizer_config.json").is_file()
     tokenizer = AutoTokenizer.from_pretrained(str(checkpoint) if own_tokenizer else base)
     _write(model, tokenizer, output)
+    return Merged(base, record.quantization is not None)
 
 
 def _load_base(name: str, record: PolicyRecord, dtype: torch.dtype) -> Any:

@@ -72,7 +72,8 @@ def results_lines(before: EvalResult | None, after: EvalResult) -> list[str]:
 def model_card(
     *,
     name: str,
-    base_model: str,
+    base: str,
+    published: str | None,
     licence: str | None,
     adapter: bool,
     source: str,
@@ -84,13 +85,26 @@ def model_card(
     after: EvalResult | None,
     recipe_yaml: str,
 ) -> str:
-    """Return the README.md of the trained model, with the metadata block that the hub reads."""
-    tags = ["trl", "grpo", "trl-grpo-ext", "generated_from_trainer"]
-    head = ["---", f"base_model: {base_model}", f"library_name: {'peft' if adapter else 'transformers'}"]
-    head += [f"license: {licence}"] if licence else []
-    head += ["pipeline_tag: text-generation", "tags:", *(f"- {tag}" for tag in tags), "---", ""]
+    """Return the README.md of the trained model.
+
+    Args:
+        name: of the model, for the title.
+        base: the base model as the recipe names it.
+        published: its name on the hub, or None.
+        licence: its licence, or None where that is not known.
+        adapter: True if the result is an adapter.
+        source: of the data.
+        counts: of the data.
+        rewards: as they are to be named.
+        command: that trained it.
+        summary: facts of the run.
+        before: evaluation before training.
+        after: evaluation after training.
+        recipe_yaml: the recipe.
+    """
     kind = "LoRA adapter for" if adapter else "fine-tuned copy of"
-    body = [f"# {name}", "", f"A {kind} {base_model}, trained with group-relative policy optimisation (GRPO).", ""]
+    about = f"A {kind} {published or base}, trained with group-relative policy optimisation (GRPO)."
+    body = [f"# {name}", "", about, ""]
     if summary.get("control"):
         body += ["**Control run: rewards were shuffled within each step, so that nothing could be learnt.**", ""]
     body += [
@@ -106,6 +120,58 @@ def model_card(
         intro = "Greedy decoding on the held-out prompts; 95 % Wilson intervals."
         body += ["## Results", "", intro, "", *results_lines(before, after), ""]
     body += ["## Recipe", "", "```yaml", recipe_yaml.strip(), "```", ""]
-    packages = ", ".join(f"{package} {version}" for package, version in summary["versions"].items())
-    body += ["## Versions", "", packages, ""]
-    return "\n".join(head + body)
+    body += _versions_lines(summary["versions"])
+    return "\n".join(_front_matter(published, licence, "peft" if adapter else "transformers") + body)
+
+
+def merged_card(
+    *,
+    name: str,
+    base: str,
+    published: str | None,
+    licence: str | None,
+    adapter: str,
+    dtype: str,
+    as_quantised: bool,
+    command: str,
+) -> str:
+    """Return the README.md of a model that an adapter was merged into.
+
+    Args:
+        name: of the model, for the title.
+        base: the base model as it was loaded.
+        published: its name on the hub, or None.
+        licence: its licence, or None where that is not known.
+        adapter: where the adapter lay.
+        dtype: of the merged weights.
+        as_quantised: whether the base's weights are those that quantisation left in training.
+        command: that merged it.
+    """
+    seen = ", as it was quantised in training, made ordinary numbers again" if as_quantised else ""
+    body = [
+        f"# {name}",
+        "",
+        f"{published or base} with an adapter merged into its weights, trained with group-relative policy optimisation "
+        "(GRPO). It needs neither PEFT nor bitsandbytes.",
+        "",
+        f"- Base model: {published or base}{seen}.",
+        f"- Adapter: `{adapter}`.",
+        f"- Weights: {dtype}.",
+        f"- Licence: {licence or 'not known here; see that of the base model'}.",
+        f"- Command: `{command}`",
+        "",
+        *_versions_lines(versions()),
+    ]
+    return "\n".join(_front_matter(published, licence, "transformers") + body)
+
+
+def _front_matter(published: str | None, licence: str | None, library: str) -> list[str]:
+    """Return the metadata block that the hub reads; it takes a base model for a hub id, so that no directory may do."""
+    head = ["---", *([f"base_model: {published}"] if published else []), f"library_name: {library}"]
+    head += [f"license: {licence}"] if licence else []
+    tags = ("trl", "grpo", "trl-grpo-ext", "generated_from_trainer")
+    return [*head, "pipeline_tag: text-generation", "tags:", *(f"- {tag}" for tag in tags), "---", ""]
+
+
+def _versions_lines(found: Mapping[str, str]) -> list[str]:
+    return ["## Versions", "", ", ".join(f"{package} {version}" for package, version in found.items()), ""]
