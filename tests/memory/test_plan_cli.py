@@ -16,6 +16,8 @@ from tiny import save_tiny, tiny_config
 
 from trl_grpo_ext.cli.main import main
 from trl_grpo_ext.memory.closed_forms import GIB
+from trl_grpo_ext.memory.mode import named_mode
+from trl_grpo_ext.recipe import parse_recipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -107,6 +109,48 @@ def test_prompts_of_a_local_recipe_are_measured(tmp_path: Path, capsys: pytest.C
     assert {"r": 4, "lora_alpha": 9}.items() <= written["peft"].items()
     assert run(*argv, "--prompt", "33") == 0
     assert json.loads(capsys.readouterr().out)["job"]["prompt_tokens"] == 33
+
+
+def laid_over(recipe: Any, sections: Any) -> Any:
+    """Return a recipe in which every key that the sections name is replaced."""
+    if not isinstance(recipe, dict) or not isinstance(sections, dict):
+        return sections
+    return recipe | {key: laid_over(recipe.get(key), value) for key, value in sections.items()}
+
+
+@pytest.mark.parametrize(
+    ("said", "tuning"),
+    [
+        ({"memory": "lora"}, None),
+        ({"memory": "auto", "peft": {"r": 4}}, None),
+        ({"trainer": {"memory": {"base": "nf4"}}}, None),
+        ({"trainer": {"adapter": "org/sft"}}, None),
+        ({"memory": "qlora", "trainer": {"adapter": "org/sft"}}, None),
+        ({"memory": "lora", "trainer": {"adapter": "org/sft"}}, "full"),
+        ({"peft": "lora"}, "full"),
+    ],
+)
+def test_what_a_plan_prints_can_be_laid_over_its_recipe(
+    said: dict[str, Any], tuning: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"max_completion_length": 64, "num_generations": 4, "per_device_train_batch_size": 4}
+    trainer = {**sizes, "learning_rate": 1e-5, **said.get("trainer", {})}
+    raw = {"model": "HuggingFaceTB/SmolLM2-135M", "data": {"hub": "org/rows"}, "rewards": ["exact"], **said}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({**raw, "trainer": trainer}))
+    tuned = [] if tuning is None else ["--tuning", tuning]
+    assert run(str(recipe), "--gpu", "24", "--prompt", "32", "--quick", *tuned) == 0
+    _, _, printed = capsys.readouterr().out.partition("# These keys replace those of ")
+    sections = yaml.safe_load("# " + printed)
+    written = yaml.safe_load(recipe.read_text())
+    trains_adapter, adapter = tuning != "full", said.get("trainer", {}).get("adapter")
+    # Whole sections replaced, or key by key.
+    for merged in ({**written, **sections}, laid_over(written, sections)):
+        done = parse_recipe(merged, recipe)
+        assert (named_mode(done.trainer["memory"]).tuning == "lora") == trains_adapter
+        # One adapter at most: the one that is there, or a new one.
+        assert done.trainer.get("adapter") == (adapter if trains_adapter else None)
+        assert (done.peft is not None) == (trains_adapter and adapter is None)
 
 
 def test_plot(tmp_path: Path) -> None:

@@ -90,9 +90,9 @@ def plan(
     if request.recipe is not None:
         made = replace(made, model=request.model)
     if as_json:
-        print(json.dumps(made.to_json(), indent=1))
+        print(json.dumps(made.to_json(None if request.recipe is None else request.recipe.raw), indent=1))
     else:
-        _print_plan(made)
+        _print_plan(made, request.recipe)
     if plot is not None:
         from trl_grpo_ext.cli.plan_plot import plot_plan
 
@@ -188,7 +188,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _print_plan(made: Any) -> None:
+def _print_plan(made: Any, recipe: Any) -> None:
     """Print the verdict, the table of bytes, what was assumed and the settings to run."""
     from rich.console import Console
     from rich.table import Table
@@ -226,7 +226,10 @@ def _print_plan(made: Any) -> None:
     for change in made.alternatives:
         taken = f"the run takes {change.process_gib:.1f} GiB"
         console.print(f"would fit: {change.change} ({taken})", highlight=False, soft_wrap=True, markup=False)
-    console.print("\n" + made.yaml(), highlight=False, soft_wrap=True, markup=False)
+    settings = made.yaml(None if recipe is None else recipe.raw)
+    if recipe is not None:
+        settings = f"# These keys replace those of {recipe.path}; its others stay.\n{settings}"
+    console.print("\n" + settings, highlight=False, soft_wrap=True, markup=False)
 
 
 def _categories(phases: dict[str, dict[str, int]]) -> list[str]:

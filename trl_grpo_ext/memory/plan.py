@@ -105,13 +105,13 @@ class MemoryPlan:
         """Return the plan in a few sentences."""
         return report.explain(self)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the plan as plain data."""
-        return report.to_json(self)
+    def to_json(self, over: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the plan as plain data; ``over`` as for ``yaml``."""
+        return report.to_json(self, over)
 
-    def yaml(self) -> str:
-        """Return the part of a recipe that runs this plan."""
-        return report.to_yaml(self)
+    def yaml(self, over: Mapping[str, Any] | None = None) -> str:
+        """Return the part of a recipe that runs this plan, fit to be laid over the recipe ``over`` if one is given."""
+        return report.to_yaml(self, over)
 
     def apply(self, config: Any) -> Any:
         """Return a copy of a ``GRPOConfig`` with the mode's settings; the config itself stays as it is."""

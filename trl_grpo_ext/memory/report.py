@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -72,13 +73,21 @@ def settings(plan: MemoryPlan) -> dict[str, Any]:
     return fields
 
 
-def to_yaml(plan: MemoryPlan) -> str:
+def to_yaml(plan: MemoryPlan, over: Mapping[str, Any] | None = None) -> str:
     """Return the ``model``, ``trainer`` and ``peft`` sections of a recipe.
 
     Every lever is written out, so that laid over a recipe the sections leave nothing of what it said before.
+
+    Args:
+        plan: what to write down.
+        over: the recipe that they will be laid over, as written: the memory mode goes where that has it, and an adapter
+            that it goes on training takes the place of a new one, since it refuses either twice.
     """
     import yaml
 
+    said: Mapping[str, Any] = over or {}
+    adapter = (said.get("trainer") or {}).get("adapter")
+    trains_adapter = plan.mode.tuning == "lora"
     job, chosen = plan.job, settings(plan)
     trainer: dict[str, Any] = {
         "memory": chosen.pop("memory"),
@@ -91,13 +100,18 @@ def to_yaml(plan: MemoryPlan) -> str:
     if job.autocast == "bfloat16":
         trainer["bf16"] = True
     dtype = "bfloat16" if plan.mode.quantised else plan.mode.base
-    recipe: dict[str, Any] = {"model": {"name": plan.model, "dtype": dtype}, "trainer": trainer}
-    recipe["peft"] = {**(plan.peft or {}), "r": job.rank} if plan.mode.tuning == "lora" else None
+    recipe: dict[str, Any] = {"model": {"name": plan.model, "dtype": dtype}}
+    if said.get("memory") is not None:
+        recipe["memory"] = trainer.pop("memory")
+    if adapter is not None:
+        trainer["adapter"] = adapter if trains_adapter else None
+    recipe["trainer"] = trainer
+    recipe["peft"] = {**(plan.peft or {}), "r": job.rank} if trains_adapter and adapter is None else None
     return yaml.safe_dump(recipe, sort_keys=False)
 
 
-def to_json(plan: MemoryPlan) -> dict[str, Any]:
-    """Return everything in the plan, sizes in bytes."""
+def to_json(plan: MemoryPlan, over: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return everything in the plan, sizes in bytes; ``over`` as for ``to_yaml``."""
     return {
         "model": plan.model,
         "fits": plan.fits,
@@ -116,6 +130,6 @@ def to_json(plan: MemoryPlan) -> dict[str, Any]:
         "notes": list(plan.notes),
         "job": asdict(plan.job),
         "settings": settings(plan),
-        "yaml": to_yaml(plan),
+        "yaml": to_yaml(plan, over),
         "seconds": round(plan.seconds, 2),
     }
