@@ -3,9 +3,8 @@
 With a handful of rows a decode step is bound by reading weights. oneDNN reads a weight matrix 1.3 to 2 times faster
 when it was reordered beforehand, and half of the remaining time is Python and dispatch: query, key and value (gate and
 up) share their input and become one product, and LoRA's B becomes extra columns of the base weight,
-``W x + s B (A x) = [W | s B] [x; A x]``, so nothing is merged into the weight and rounded away. Adapters that compute
-in float32 beside a half-precision weight take two small products of their own. The packed copy lives for one rollout
-only: the weights change with every optimiser step, and training needs the memory.
+``W x + s B (A x) = [W | s B] [x; A x]``, so nothing is merged into the weight and rounded away. The packed copy lives
+for one rollout only: the weights change with every optimiser step, and training needs the memory.
 
 Dimensions: M rows, E hidden size, H query heads, K key/value heads, D head size, V vocabulary.
 """
@@ -50,8 +49,8 @@ def is_plain(module: nn.Module) -> bool:
 def take_apart(module: nn.Module, autocast_dtype: torch.dtype | None) -> LinearParts | None:
     """Return the parts of a linear layer or of a plain LoRA layer around one, None when it is anything else.
 
-    Without autocast an adapter computes in its own dtype. Float32 on any base is taken apart, since ``PackedLinear``
-    keeps that precision; other mixtures are left whole.
+    Without autocast an adapter computes in its own dtype: float32 beside any base is what ``PackedLinear`` knows, other
+    mixtures are left whole.
     """
     if type(module) is nn.Linear:
         return LinearParts(module.weight, module.bias, []) if is_plain(module) else None
@@ -83,59 +82,59 @@ def take_apart(module: nn.Module, autocast_dtype: torch.dtype | None) -> LinearP
 class PackedLinear:
     """Linear layers with a common input as one product, their adapters included.
 
-    Adapters in the dtype of the product become columns of its weight. Adapters in float32 on a half-precision product
-    stay apart and are added in float32 before the sum is rounded, as PEFT does.
+    ``B`` is rounded to the dtype of the product, and so is ``A x``. Float32 adapters on a half-precision product keep
+    ``A x`` in float32 up to there, so that what an optimiser changes in A is not lost. PEFT rounds the base's output
+    and then the sum; this is as near to the truth while the update is at most half as large as the base's output
+    (tests/test_rollout_packed.py).
 
     Args:
         parts: the layers, in the order their outputs are concatenated.
         dtype: dtype of the product.
         expected_rows: rows the packing is tuned for; any number works.
-        keeps_float32: True leaves float32 adapters in float32 (no autocast); False rounds them to ``dtype``.
+        keeps_float32: True reads A of float32 adapters in float32 (no autocast); False rounds it to ``dtype``.
     """
 
     def __init__(
         self, parts: Sequence[LinearParts], dtype: torch.dtype, expected_rows: int, *, keeps_float32: bool
     ) -> None:
-        weight = torch.cat([part.weight.to(dtype) for part in parts]) if len(parts) > 1 else parts[0].weight.to(dtype)
+        weights = [part.weight.detach().to(dtype) for part in parts]
         self._dtype = dtype
         self._down: torch.Tensor | None = None
-        self._up: torch.Tensor | None = None
         adapters = [adapter for part in parts for adapter in part.adapters]
         if adapters:
-            is_apart = keeps_float32 and any(down.dtype == torch.float32 for down, _, _ in adapters)
-            down_dtype = torch.float32 if is_apart else dtype
-            self._down = torch.cat([down.to(down_dtype) for down, _, _ in adapters])
-            ups = _side_by_side(parts, weight.shape[0], self._down)
-            if is_apart and dtype != torch.float32:
-                self._up = ups
-            else:
-                weight = torch.cat((weight, ups), dim=1)
+            is_float32 = keeps_float32 and any(down.dtype == torch.float32 for down, _, _ in adapters)
+            down_dtype = torch.float32 if is_float32 else dtype
+            self._down = torch.cat([down.detach().to(down_dtype) for down, _, _ in adapters])
+        num_inputs, num_outputs = weights[0].shape[1], sum(len(weight) for weight in weights)
+        weight = weights[0]
+        if adapters or len(parts) > 1:
+            num_ranks = 0 if self._down is None else len(self._down)
+            weight = weight.new_empty(num_outputs, num_inputs + num_ranks)
+            torch.cat(weights, out=weight[:, :num_inputs])
+            weight[:, num_inputs:] = _side_by_side(parts, num_outputs, num_ranks)
         self._bias: torch.Tensor | None = None
         if any(part.bias is not None for part in parts):
             biases = [part.weight.new_zeros(part.weight.shape[0]) if part.bias is None else part.bias for part in parts]
             self._bias = torch.cat(biases).to(dtype)
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), expected_rows)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, expected_rows)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return (M, sum of outputs) of ``x`` (M, I)."""
         x = x.to(self._dtype)
-        if self._up is not None and self._down is not None:
-            product = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
-            adapted = F.linear(F.linear(x.to(self._down.dtype), self._down), self._up)
-            return adapted.add_(product).to(product.dtype)
         if self._down is not None:
-            x = torch.cat((x, F.linear(x, self._down)), dim=-1)
+            ranks = F.linear(x.to(self._down.dtype), self._down)
+            x = torch.cat((x, ranks.to(self._dtype)), dim=-1)
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
 
 
-def _side_by_side(parts: Sequence[LinearParts], num_outputs: int, down: torch.Tensor) -> torch.Tensor:
-    """Return the scaled B of every adapter as blocks of one (outputs, ranks) matrix in the dtype of ``down``."""
-    ups = down.new_zeros(num_outputs, down.shape[0])
+def _side_by_side(parts: Sequence[LinearParts], num_outputs: int, num_ranks: int) -> torch.Tensor:
+    """Return the scaled B of every adapter as blocks of one (outputs, ranks) float32 matrix."""
+    ups = torch.zeros(num_outputs, num_ranks)
     row = column = 0
     for part in parts:
         end = row + part.weight.shape[0]
         for _, up, scale in part.adapters:
-            ups[row:end, column : column + up.shape[1]] = up.to(torch.float32) * scale
+            ups[row:end, column : column + up.shape[1]] = up.detach().to(torch.float32) * scale
             column += up.shape[1]
         row = end
     return ups
@@ -274,6 +273,10 @@ class PackedDecoder:
 
     def step(self, token_ids_M: torch.Tensor, positions_M: torch.Tensor) -> torch.Tensor:
         """Return the next-token logits (M, V) after feeding ``token_ids_M`` at ``positions_M``."""
+        with torch.inference_mode():
+            return self._step(token_ids_M, positions_M)
+
+    def _step(self, token_ids_M: torch.Tensor, positions_M: torch.Tensor) -> torch.Tensor:
         hidden = self._body.embed_tokens(token_ids_M[:, None]).squeeze(1)
         cos, sin = self._body.rotary_emb(hidden[:, None], position_ids=positions_M[:, None])
         half = cos.shape[-1] // 2
