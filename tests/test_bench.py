@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import runpy
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -181,3 +182,22 @@ def test_the_floor_grows_with_what_must_be_computed() -> None:
     assert one.rollout > 0
     assert one.training > 0
     assert dead.training == 0
+
+
+@pytest.mark.parametrize(
+    ("trainer", "expected"),
+    [
+        (SimpleNamespace(_watch=SimpleNamespace(highest_bytes=9)), 9),
+        (SimpleNamespace(_watch=None), 4),
+        (SimpleNamespace(), 4),
+        (None, 4),
+    ],
+)
+def test_the_ppo_bench_counts_the_peak_of_all_phases(
+    trainer: Any, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's counter speaks of the last phase only, where our trainer watches; elsewhere it is right."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 4)
+    bench_ppo = runpy.run_path(str(Path(__file__).parent / "bench" / "bench_ppo.py"), run_name="bench_ppo")
+    assert bench_ppo["peak_bytes"]("cuda", trainer) == expected

@@ -209,7 +209,7 @@ def run_side(options: argparse.Namespace) -> dict[str, Any]:
         if not ours:
             call["value_model"] = load(AutoModelForSequenceClassification, num_labels=1)
         trainer = PPOTrainer(**call)
-        loaded = peak_bytes(options.device)
+        loaded = peak_bytes(options.device, trainer)
         started = time.perf_counter(), time.process_time()
         trainer.train()
     marks, cpu_marks = [started[0], *clock.at], [started[1], *clock.cpu]
@@ -221,13 +221,21 @@ def run_side(options: argparse.Namespace) -> dict[str, Any]:
         "cpu_seconds": [b - a for a, b in itertools.pairwise(cpu_marks)],
         "imported_bytes": imported,
         "loaded_bytes": loaded,
-        "peak_bytes": peak_bytes(options.device),
+        "peak_bytes": peak_bytes(options.device, trainer),
         "paid_tokens": len(paid),
     }
 
 
-def peak_bytes(device: str) -> int:
-    """Return the most memory used so far: of this process on CPU, of torch's allocator on CUDA."""
+def peak_bytes(device: str, trainer: Any = None) -> int:
+    """Return the most memory used so far: of this process on CPU, of torch's allocator on CUDA.
+
+    Our trainer starts torch's counter anew for every phase, so there it is asked for the highest; the interpreter of
+    the PPO side has no package of ours to ask.
+    """
+    if device == "cuda" and hasattr(trainer, "_watch"):
+        from trl_grpo_ext.bench.side import peak_bytes as highest_of
+
+        return highest_of(trainer)
     if device == "cuda":
         import torch
 

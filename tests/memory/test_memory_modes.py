@@ -363,3 +363,22 @@ def test_longest_prompt() -> None:
     assert longest_prompt(chats, tokenizer) == max(len(tokenizer(text)["input_ids"]) for text in texts)
     assert longest_prompt(chats.to_iterable_dataset(), tokenizer) is None
     assert longest_prompt(chats, None) is None
+
+
+class AddsBos:
+    """A tokenizer of one token a letter; a text gets a BOS, a rendered chat has all it needs."""
+
+    def __call__(self, text: str) -> dict[str, list[str]]:
+        return {"input_ids": ["<s>", *text]}
+
+    def apply_chat_template(self, chat: Any, *, tokenize: bool = True, suffix: str = "", **_: Any) -> Any:
+        text = "".join(turn["content"] for turn in chat) + suffix
+        return list(text) if tokenize else text
+
+
+def test_the_longest_prompt_is_counted_as_it_will_be_rendered() -> None:
+    chats = Dataset.from_list([{"prompt": [{"role": "user", "content": "x" * size}]} for size in (3, 7, 5)])
+    assert longest_prompt(chats, AddsBos()) == 7
+    assert longest_prompt(chats, AddsBos(), {"suffix": "!!"}) == 9
+    assert longest_prompt(chats, SimpleNamespace(tokenizer=AddsBos())) == 7  # a processor
+    assert longest_prompt(Dataset.from_dict({"prompt": ["abc"]}), AddsBos()) == 4

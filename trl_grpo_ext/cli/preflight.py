@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trl_grpo_ext.cli.check import spread
 from trl_grpo_ext.errors import ConfigurationError, GroupRelativeError
 from trl_grpo_ext.models import load_tokenizer, resolve_model
-from trl_grpo_ext.preflight.lengths import check_clipping, check_prompt_lengths, measure_longest
+from trl_grpo_ext.preflight.lengths import check_clipping, check_prompt_lengths, measure_longest, token_counter
 from trl_grpo_ext.preflight.report import Answer
 from trl_grpo_ext.preflight.steps import check_data, check_trainable
 from trl_grpo_ext.preflight.template import check_template
@@ -123,15 +123,7 @@ def _lengths(
     completion = int(recipe.trainer.get("max_completion_length") or 256)
     limit = None if positions is None else positions - completion
     prompts = [row["prompt"] for row in prepared.splits.train]
-
-    def count(prompt: Any) -> int:
-        if isinstance(prompt, str):
-            return len(tokenizer(prompt)["input_ids"])
-        return len(
-            tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **template_kwargs)
-        )
-
-    counts = measure_longest(prompts, count, limit)
+    counts = measure_longest(prompts, token_counter(tokenizer, template_kwargs), limit)
     allowed = recipe.trainer.get("max_prompt_length")
     if allowed is not None:  # longer ones are dropped or cut
         counts = [min(number, int(allowed)) for number in counts]

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-# The longest prompts in characters; the longest in tokens is among so many of them.
-_TOKENISED = 64
+from trl_grpo_ext.preflight.lengths import measure_longest, token_counter
+
 # Where the data cannot be measured: a stream, or no tokenizer at hand.
 _ASSUMED_PROMPT = 1024
 
@@ -32,24 +32,25 @@ def planner_for_card(
         from trl_grpo_ext.memory.plan import plan_memory
 
         free, _ = torch.cuda.mem_get_info(args.device)
-        prompt = longest_prompt(train_dataset, processing_class) or _ASSUMED_PROMPT
+        template_kwargs = getattr(args, "chat_template_kwargs", None)
+        prompt = longest_prompt(train_dataset, processing_class, template_kwargs) or _ASSUMED_PROMPT
         return plan_memory(model, args, peft_config, budget_gib=free / 2**30, prompt_len=prompt)
 
     return plan
 
 
-def longest_prompt(dataset: Any, tokenizer: Any) -> int | None:
-    """Return the tokens of the longest prompt of a data set, or None where there is nothing to count."""
+def longest_prompt(dataset: Any, tokenizer: Any, template_kwargs: Any = None) -> int | None:
+    """Return the tokens of the longest prompt of a data set, or None where there is nothing to count.
+
+    Args:
+        dataset: The training data.
+        tokenizer: Of the model, or a processor that holds it; images are not counted.
+        template_kwargs: The trainer's ``chat_template_kwargs``.
+    """
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     if tokenizer is None or not hasattr(tokenizer, "apply_chat_template") or "prompt" not in _columns(dataset):
         return None
-    prompts = sorted(dataset["prompt"], key=lambda prompt: len(str(prompt)), reverse=True)[:_TOKENISED]
-    lengths = []
-    for prompt in prompts:
-        text = prompt
-        if not isinstance(prompt, str):
-            text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-        lengths.append(len(tokenizer(text)["input_ids"]))
-    return max(lengths, default=None)
+    return max(measure_longest(dataset["prompt"], token_counter(tokenizer, template_kwargs)), default=None)
 
 
 def _columns(dataset: Any) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from trl_grpo_ext.preflight.report import Answer
@@ -11,7 +11,24 @@ from trl_grpo_ext.preflight.report import Answer
 _ENOUGH_THAT_FIT = 32
 
 
-def measure_longest(prompts: Sequence[Any], count_tokens: Callable[[Any], int], limit: int | None) -> list[int]:
+def token_counter(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> Callable[[Any], int]:
+    """Return a function that counts the tokens of a prompt, text or chat, as the trainer renders it.
+
+    Args:
+        tokenizer: of the model.
+        template_kwargs: the trainer's ``chat_template_kwargs``.
+    """
+
+    def count(prompt: Any) -> int:
+        if isinstance(prompt, str):
+            return len(tokenizer(prompt)["input_ids"])
+        kwargs = template_kwargs or {}
+        return len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **kwargs))
+
+    return count
+
+
+def measure_longest(prompts: Iterable[Any], count_tokens: Callable[[Any], int], limit: int | None = None) -> list[int]:
     """Return the token counts of the longest prompts by text, longest text first, as far as needed to know the limit.
 
     Args:
