@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from trl_grpo_ext.learner.attention import LAYOUT_KEYWORD, AttentionLayout, watch_attention
 from trl_grpo_ext.learner.head import read_head_transform, score_tokens
+from trl_grpo_ext.learner.lora import fuse_adapters
 from trl_grpo_ext.learner.packing import PackedRows, pack_batch
 
 _REQUEST_KEYWORD = "packed_request"
@@ -196,8 +197,9 @@ def unwrap(model: nn.Module) -> Any:
 def enable_packed_forward(model: Any) -> None:
     """Teach the forward of a transformers model the keyword that ``score_completions`` uses.
 
-    Without the keyword the forward is the one that was there. Calling it twice does no harm; it is called again after
-    someone replaced ``model.forward``.
+    Without the keyword the forward is the one that was there, but for LoRA layers, which compute PEFT's numbers in
+    fewer passes (``fuse_adapters``). Calling it twice does no harm; it is called again after someone replaced
+    ``model.forward``.
     """
     if getattr(model.forward, "_handles_packed_request", False):
         return
@@ -205,6 +207,7 @@ def enable_packed_forward(model: Any) -> None:
     # Held unbound, so that a deep copy of the model runs itself and not the original.
     plain_function = plain.__func__ if getattr(plain, "__self__", None) is model else None
     num_layers = watch_attention(model)
+    fuse_adapters(model)
 
     @functools.wraps(plain)  # `generate` checks its keywords against the signature
     def forward(self: nn.Module, *args: Any, packed_request: PackedRequest | None = None, **kwargs: Any) -> Any:

@@ -40,10 +40,12 @@ class LinearParts(NamedTuple):
 def is_plain(module: nn.Module) -> bool:
     """Whether calling ``module`` is just its class's forward: no replaced method, and no hooks but the learner's.
 
-    The learner leaves hooks on attention modules that act on its own packed batches only, and says so on the hooks.
+    The learner leaves hooks on attention modules that act on its own packed batches only, and says so on the hooks. It
+    also gives LoRA layers a forward that computes PEFT's numbers in fewer passes, and says so on that.
     """
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return "forward" not in module.__dict__ and all(getattr(hook, "is_idle_without_layout", False) for hook in hooks)
+    is_own = "forward" not in module.__dict__ or getattr(module.forward, "equals_class_forward", False)
+    return is_own and all(getattr(hook, "is_idle_without_layout", False) for hook in hooks)
 
 
 def take_apart(module: nn.Module, autocast_dtype: torch.dtype | None) -> LinearParts | None:
