@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from trl_grpo_ext.learner import attention
+from trl_grpo_ext.learner import attention, cpu_attention
 from trl_grpo_ext.learner.attention import AttentionLayout, shared_prefix_attention
 from trl_grpo_ext.learner.packing import Segment
 
@@ -26,6 +26,12 @@ SEGMENTS = (
     Segment(26, 7),
 )
 NUM_TOKENS = 33
+
+
+@pytest.fixture
+def without_tiles(monkeypatch):
+    """Take the path of accelerators on the CPU as well."""
+    monkeypatch.setattr(cpu_attention, "can_run", lambda *_: False)
 
 
 def _dense_mask(window=None):
@@ -73,7 +79,7 @@ def _run(layout=None, inputs=None, module=None, **options):
 @pytest.mark.parametrize(
     "options", [{}, {"sliding_window": 4}, {"sliding_window": 1}, {"sliding_window": 99}, {"softcap": 2.0}]
 )
-def test_equals_a_dense_mask(num_kv_heads, options):
+def test_equals_a_dense_mask(num_kv_heads, options, without_tiles):
     inputs = _inputs(num_kv_heads=num_kv_heads)
     found, gradients = _run(inputs=inputs, scaling=0.3, **options)
     expected = _dense(*inputs, 0.3, options.get("sliding_window"), options.get("softcap"))
@@ -84,7 +90,7 @@ def test_equals_a_dense_mask(num_kv_heads, options):
         assert (a - b).abs().max() < 10 * tolerance
 
 
-def test_half_precision_on_the_cpu_is_rounded_once_at_the_end():
+def test_half_precision_on_the_cpu_is_rounded_once_at_the_end(without_tiles):
     inputs = _inputs(torch.bfloat16)
     found, gradients = _run(inputs=inputs)
     exact = tuple(x.detach().double().requires_grad_() for x in inputs)
@@ -93,8 +99,11 @@ def test_half_precision_on_the_cpu_is_rounded_once_at_the_end():
     assert torch.equal(found, expected.to(torch.bfloat16)) or (found - expected).abs().max() <= 2**-8
 
 
+@pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("enabled", [False, True])
-def test_autocast_decides_the_type_of_the_result(enabled):
+def test_autocast_decides_the_type_of_the_result(enabled, tiled, request):
+    if not tiled:
+        request.getfixturevalue("without_tiles")
     inputs = _inputs(torch.float32)
     with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
         found, gradients = _run(inputs=inputs)
@@ -103,14 +112,14 @@ def test_autocast_decides_the_type_of_the_result(enabled):
     assert (found - _dense(*inputs, 8**-0.5)).abs().max() < (1e-2 if enabled else 1e-6)
 
 
-def test_no_mask_spans_a_group():
+def test_no_mask_spans_a_group(without_tiles):
     layout = AttentionLayout(SEGMENTS)
     _run(layout)
     masks = [x for x in layout._tensors.values() if isinstance(x, torch.Tensor) and x.dtype == torch.bool]
     assert sorted(tuple(mask.shape) for mask in masks) == [(1, 6), (2, 5), (3, 8), (4, 9)]
 
 
-def test_segments_of_similar_length_share_a_call(monkeypatch):
+def test_segments_of_similar_length_share_a_call(monkeypatch, without_tiles):
     sizes = []
     original = attention._attend
 

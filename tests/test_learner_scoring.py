@@ -21,7 +21,7 @@ from reference.packing_reference import (
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl.trainer.utils import add_fused_lm_head
 
-from trl_grpo_ext.learner import attention, packing, scoring
+from trl_grpo_ext.learner import attention, cpu_attention, packing, scoring
 from trl_grpo_ext.learner.packing import IrregularRowsError
 from trl_grpo_ext.learner.scoring import score_completions
 from trl_grpo_ext.learner.support import why_unsupported
@@ -348,6 +348,16 @@ def test_control_a_dropped_mask_fails(monkeypatch):
         length = bucket.length + (bucket.prefix[2] if bucket.prefix else 0)
         return torch.ones(bucket.length, length, dtype=torch.bool)
 
+    monkeypatch.setattr(cpu_attention, "can_run", lambda *_: False)
     error, gradient_error = _error_with(attention.AttentionLayout, "mask", everything, monkeypatch)
+    assert error > 100 * 5e-6
+    assert gradient_error > 100 * 1e-5
+
+
+def test_control_a_dropped_mask_of_tiles_fails(monkeypatch):
+    def everything(self, tile, queries, keys, scale):
+        return (scale * queries @ keys[: len(queries), : tile.num_keys].transpose(1, 2)).softmax(-1)
+
+    error, gradient_error = _error_with(cpu_attention._Workspace, "weights", everything, monkeypatch)
     assert error > 100 * 5e-6
     assert gradient_error > 100 * 1e-5

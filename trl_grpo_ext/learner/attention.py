@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from trl_grpo_ext.learner import cpu_attention
 from trl_grpo_ext.learner.device import takes_cpu_path
 from trl_grpo_ext.learner.packing import Segment
 
@@ -69,6 +70,8 @@ class AttentionLayout:
                 slot_sources.append(segment.start + np.minimum(offsets, segment.length - 1))
                 is_padding.append(offsets >= segment.length)
             self.buckets.append(Bucket(len(members), length, shared))
+        self.max_keys = max(bucket.length + (bucket.prefix[2] if bucket.prefix else 0) for bucket in self.buckets)
+        """Most keys that a token has, itself included."""
         self._slot_sources = np.concatenate(slot_sources)
         padding = np.concatenate(is_padding)
         self._padding_slots = np.flatnonzero(padding)
@@ -239,6 +242,11 @@ def shared_prefix_attention(
     # soft-cap, it stays what transformers' own eager attention computes, rounding included.
     is_half_on_cpu = takes_cpu_path(query.device) and out_dtype in (torch.bfloat16, torch.float16) and softcap is None
     dtype = torch.float32 if is_half_on_cpu else out_dtype
+    if cpu_attention.can_run(query, packed_layout.max_keys, sliding_window, softcap):
+        with torch.autocast(device_type, enabled=False) if is_autocast else nullcontext():
+            return cpu_attention.attend(
+                query, key, value, packed_layout.segments, scaling, out_dtype, packed_layout._tensors
+            ), None
     sizes = packed_layout.slot_sizes()
     queries, keys, values = (
         [
