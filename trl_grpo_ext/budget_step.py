@@ -17,6 +17,7 @@ from trl import GRPOTrainer
 
 from trl_grpo_ext.config import EngineSettings
 from trl_grpo_ext.errors import MemoryBudgetError
+from trl_grpo_ext.memory.host_allocator import keep_freed_memory
 from trl_grpo_ext.memory.levers import Levers, advice
 from trl_grpo_ext.memory.oom import TokenBudget, first_line, is_out_of_memory
 from trl_grpo_ext.memory.watch import MemoryWatch
@@ -62,6 +63,8 @@ class BudgetStepMixin(GRPOTrainer):
         self._score_budget = TokenBudget("score", pass_field, per_pass, halvings, self._advise)
         self._generation_budget = TokenBudget("generate", generation_field, per_generation, halvings, self._advise)
         self._watch = MemoryWatch()
+        if self.accelerator.device.type == "cpu":
+            keep_freed_memory()
         self._logs_memory = settings.memory_metrics
         if self._logs_memory:
             self.add_callback(_WatchOptimizer(self))
