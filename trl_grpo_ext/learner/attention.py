@@ -238,15 +238,15 @@ def shared_prefix_attention(
     device_type = query.device.type
     is_autocast = torch.is_autocast_enabled(device_type)
     out_dtype = torch.get_autocast_dtype(device_type) if is_autocast and query.dtype != torch.float64 else query.dtype
-    # On the CPU, attention in half precision is slower than in float32 (its backward, 1.5 times) and noisier. With a
-    # soft-cap, it stays what transformers' own eager attention computes, rounding included.
-    is_half_on_cpu = takes_cpu_path(query.device) and out_dtype in (torch.bfloat16, torch.float16) and softcap is None
-    dtype = torch.float32 if is_half_on_cpu else out_dtype
     if cpu_attention.can_run(query, packed_layout.max_keys, sliding_window, softcap):
         with torch.autocast(device_type, enabled=False) if is_autocast else nullcontext():
             return cpu_attention.attend(
                 query, key, value, packed_layout.segments, scaling, out_dtype, packed_layout._tensors
             ), None
+    # On the CPU, attention in half precision is slower than in float32 (its backward, 1.5 times) and noisier. With a
+    # soft-cap, it stays what transformers' own eager attention computes, rounding included.
+    is_half_on_cpu = takes_cpu_path(query.device) and out_dtype in (torch.bfloat16, torch.float16) and softcap is None
+    dtype = torch.float32 if is_half_on_cpu else out_dtype
     sizes = packed_layout.slot_sizes()
     queries, keys, values = (
         [
